@@ -1,0 +1,1 @@
+"""Fast implementations of the codec and their specification in plain torch (`reference`)."""

@@ -1,0 +1,45 @@
+"""Agents on one local model continue from each other's quantized KV cache instead of reading the text again."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkvshare_adapters.autogen import QKVShareChatCompletionClient, QKVShareClient
+
+    from qkvshare_agents.host import Answer, Host, HostSettings, Turn
+    from qkvshare_agents.ledger import Member
+    from qkvshare_agents.registry import open_host
+    from qkvshare_agents.report import HandoffReport
+    from qkvshare_agents.sampling import Sampling
+    from qkvshare_agents.transcript import Message
+
+__version__ = "0.1.0"
+
+# Imported on first use: torch and the frameworks take seconds, and `qkvshare --help` needs neither.
+_PLACES = {
+    "QKVShareClient": "qkvshare_adapters.autogen",
+    "QKVShareChatCompletionClient": "qkvshare_adapters.autogen",
+    "Answer": "qkvshare_agents.host",
+    "Host": "qkvshare_agents.host",
+    "HostSettings": "qkvshare_agents.host",
+    "Turn": "qkvshare_agents.host",
+    "Member": "qkvshare_agents.ledger",
+    "open_host": "qkvshare_agents.registry",
+    "HandoffReport": "qkvshare_agents.report",
+    "Sampling": "qkvshare_agents.sampling",
+    "Message": "qkvshare_agents.transcript",
+}
+__all__ = [
+    "Answer", "HandoffReport", "Host", "HostSettings", "Member", "Message", "QKVShareChatCompletionClient",
+    "QKVShareClient", "Sampling", "Turn", "open_host",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,76 @@
+"""[..., H, T, D] tensor <-> small integers.
+
+Keys have channels with an offset and a range of their own, so a group runs along the tokens of a page (*per
+channel*, KIVI, arXiv 2402.02750); values have not, so a group is one token's head (*per token*) and needs no
+minimum at 8 bits.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from qkvshare_kernels import reference
+from torch import Tensor
+
+from qkvshare_agents.errors import CodecError
+
+Group = Literal["channel", "token"]
+WIDTHS = (8,)
+_GROUP_DIM: dict[Group, int] = {"channel": -2, "token": -1}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor in packed form.
+
+    codes: uint8 or int8 [..., H, T, D] (at 8 bits). scale, minimum: fp16, size 1 along the grouped axis.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+    bits: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in WIDTHS:
+            raise CodecError(f"no {self.bits}-bit codec; the widths are {WIDTHS}")
+
+    @property
+    def tokens(self) -> int:
+        return self.codes.shape[-2]
+
+    def head(self, tokens: int) -> "Encoded":
+        """The first `tokens` tokens as views of the same bytes (groups along tokens keep their scale)."""
+        if tokens == self.tokens:
+            return self
+        parts = (self.scale, self.minimum)
+        scale, minimum = (p if p is None or p.shape[-2] == 1 else p[..., :tokens, :] for p in parts)
+        assert scale is not None
+        return Encoded(self.codes[..., :tokens, :], scale, minimum, self.bits)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.scale) if self.minimum is None else (self.codes, self.scale, self.minimum)
+
+
+def encode(x: Tensor, bits: int, group: Group, *, symmetric: bool = False) -> Encoded:
+    """Quantize `x` [..., H, T, D] (fp32, fp16 or bf16; T >= 1) to `bits`.
+
+    The largest error is half a step: (max - min) / (2**bits - 1) / 2 of the group, plus fp16 rounding of
+    scale and minimum. Raises CodecError for an unknown width, NaN or Inf, or magnitudes beyond fp16 (65,504).
+    """
+    if bits not in WIDTHS:
+        raise CodecError(f"no {bits}-bit codec; the widths are {WIDTHS}")
+    if x.shape[-2] == 0:
+        raise CodecError("nothing to encode: the tensor holds no token")
+    codes, scale, minimum = reference.quantize(x.float(), bits, _GROUP_DIM[group], symmetric=symmetric)
+    for part in (scale, minimum):
+        if part is not None and not bool(torch.isfinite(part).all()):
+            raise CodecError("keys or values hold NaN, Inf or a magnitude that fp16 scales can't express")
+    return Encoded(codes, scale, minimum, bits)
+
+
+def decode_into(encoded: Encoded, out: Tensor) -> None:
+    """Dequantize into `out` [..., H, T, D], a view of the reader's own cache: no intermediate copy stays."""
+    if out.shape != encoded.codes.shape:
+        raise CodecError(f"codes {tuple(encoded.codes.shape)} do not fit into {tuple(out.shape)}")
+    reference.dequantize(encoded.codes, encoded.scale, encoded.minimum, out)

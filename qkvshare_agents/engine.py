@@ -1,0 +1,216 @@
+"""The only file that knows transformers' cache.
+
+`[B, H, T, D]` exists only here (B = 1); everything else sees `[H, T, D]` per layer or `[L, H, T, D]`.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from qkvshare_agents import fingerprint, models
+from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
+from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.template import Template
+
+PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
+_PROBE_TOKENS = 12
+_LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+class _KVCacheLayer(DynamicLayer):
+    """One layer of transformers' cache that stores into a KVCache, so that no step copies the history."""
+
+    def __init__(self, kv: KVCache, index: int) -> None:
+        super().__init__()
+        self._kv, self._index = kv, index
+        self.device, self.dtype = kv.shape.device, kv.shape.dtype
+        keys, values = kv.span(0, kv.tokens)
+        self.keys, self.values = keys[index][None], values[index][None]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._kv.append(self._index, key_states[0], value_states[0])
+        self.keys, self.values = keys[None], values[None]
+        return self.keys, self.values
+
+
+@dataclass
+class Run:
+    """A running turn: transformers' cache, and our KVCache behind it unless the model can't hand KV over."""
+
+    cache: Cache
+    kv: KVCache | None
+    tokens: int
+
+
+class Engine:
+    """One loaded model: feeds tokens, captures and injects KV, knows whether that is exact.
+
+    refusal: why KV can't be handed over (then every turn is text replay), or None.
+    kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
+        self.config = model.config.get_text_config()
+        self.template = Template(tokenizer, thinking=thinking)
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
+        self._keeps_logits = "logits_to_keep" in accepted
+        self._takes_positions = "position_ids" in accepted
+        self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
+        self.kv_limit_tokens = _rope_switch_tokens(self.config)
+        self.stop_ids = self.template.stop_ids(_eos_ids(model, tokenizer))
+        self.shape: KVShape | None = None
+        self.refusal = self._probe()
+        self._stamp: tuple[Any, ...] = ()
+        self._fingerprint: Fingerprint | None = None
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str | None = None,
+        attn_implementation: str | None = None,
+        thinking: bool = False,
+    ) -> "Engine":
+        """Load a local directory, a pulled model's name or a Hub id. Raises ModelNotFound."""
+        source = models.resolve(model)
+        options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(loaded.to(device), tokenizer, name=model, thinking=thinking)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights as they are now: taken again when a parameter was changed or a LoRA adapter loaded."""
+        stamp = self._weights_stamp()
+        if self._fingerprint is None or stamp != self._stamp:
+            template = getattr(self.tokenizer, "chat_template", "")
+            self._fingerprint = Fingerprint(
+                architecture=fingerprint.hash_config(self.config.to_dict()),
+                weights=fingerprint.hash_weights(self.model.state_dict().items()),
+                lora_adapters=str(_active_adapters(self.model)),
+                dtype=str(self.model.dtype),
+                tokenizer=fingerprint.hash_text(self.tokenizer.backend_tokenizer.to_str()),
+                chat_template=fingerprint.hash_text(str(template)),
+            )
+            self._stamp = stamp
+        return self._fingerprint
+
+    def begin(self, kv: KVCache | None) -> Run:
+        """Start a turn on what `kv` holds, or (None) on an empty cache of transformers' own."""
+        if kv is None:
+            return Run(DynamicCache(config=self.config), None, 0)
+        layers = [_KVCacheLayer(kv, index) for index in range(kv.shape.layers)]
+        return Run(Cache(layers=layers), kv, kv.tokens)
+
+    @torch.inference_mode()
+    def feed(self, run: Run, ids: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> Tensor | None:
+        """Append `ids` (at least one) to the run; returns the logits [V] in float32 behind the last, or None if cancelled.
+
+        Raises ContextOverflow before anything is fed.
+        """
+        if run.tokens + len(ids) > self.context_tokens:
+            raise ContextOverflow(f"context length exceeded: {run.tokens + len(ids)} > {self.context_tokens} tokens")
+        if not ids:
+            raise QKVShareError("nothing to feed: at least one token must be run")
+        logits = None
+        for start in range(0, len(ids), PREFILL_CHUNK_TOKENS):
+            if cancelled():
+                return None
+            logits = self._forward(run, ids[start : start + PREFILL_CHUNK_TOKENS])
+        return logits
+
+    def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
+        device = self.model.device
+        arguments: dict[str, Any] = {self._cache_argument: run.cache, "use_cache": True}
+        if self._takes_positions:  # always explicit: some models forget the cache's length without them
+            arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1
+        output = self.model(input_ids=torch.tensor([list(ids)], device=device), **arguments)
+        run.tokens += len(ids)
+        return output.logits[0, -1].float()
+
+    @torch.inference_mode()
+    def _probe(self) -> str | None:
+        """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
+        cache = DynamicCache(config=self.config)
+        kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"DynamicLayer"})
+        if kinds:
+            return f"{self.config.model_type} has layers whose KV can't be handed over yet: {', '.join(kinds)}"
+        ids = [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(_PROBE_TOKENS)]
+        try:
+            expected = self._forward(Run(cache, None, 0), ids)
+            self.shape = _shape_of(cache)
+            kv = KVCache(self.shape)
+            self._forward(self.begin(kv), ids[: _PROBE_TOKENS // 2])
+            got = self._forward(self.begin(kv), ids[_PROBE_TOKENS // 2 :])
+        except UnsupportedModel as error:
+            return str(error)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+            return f"{self.config.model_type} can't continue from injected KV: {error}"
+        off = float((got - expected).norm() / expected.norm())
+        tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
+        if not off <= tolerance:
+            return f"{self.config.model_type} continues differently from injected KV (logits off by {off:.1e})"
+        return None
+
+    def _weights_stamp(self) -> tuple[Any, ...]:
+        """Changes when any parameter is written to in place, replaced, or joined by a LoRA adapter's."""
+        parameters = list(self.model.parameters())
+        versions = sum(p._version for p in parameters if not p.is_inference())
+        return len(parameters), versions, hash(tuple(p.data_ptr() for p in parameters)), _active_adapters(self.model)
+
+
+def _shape_of(cache: Cache) -> KVShape:
+    shapes = set()
+    for layer in cache.layers:
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None or keys.dim() != 4:
+            raise UnsupportedModel("a layer keeps no [B, H, T, D] keys and values; its KV can't be handed over yet")
+        shapes.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, values.shape[1]))
+    if len(shapes) != 1:
+        raise UnsupportedModel(f"layers differ in KV shape {shapes}; they can't be handed over yet")
+    heads, key_dim, value_dim, dtype, device, value_heads = shapes.pop()
+    if value_heads != heads:
+        raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
+    return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, device)
+
+
+def _rope_switch_tokens(config: Any) -> int | None:
+    """The length beyond which a `dynamic` or `longrope` model uses other frequencies for all its keys."""
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [ropes, *(r for r in ropes.values() if isinstance(r, dict))]
+    for rope in nested:
+        if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPES:
+            original = rope.get("original_max_position_embeddings")
+            return original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    return None
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    found: list[int] = []
+    for eos in (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+        found += eos if isinstance(eos, list) else [eos] if eos is not None else []
+    return found
+
+
+def _active_adapters(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of LoRA adapters in effect (their weights are among the parameters)."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return ()
+    return tuple(model.active_adapters())

@@ -1,0 +1,329 @@
+"""One loaded model, one page store, many agents.
+
+Turns run one at a time on the host's own thread, in the order they came. Callers may live in any thread or
+event loop; cancelling stops the decode loop between two tokens and leaves the store as it was.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from qkvshare_agents.detokenizer import Detokenizer, ids_of
+from qkvshare_agents.engine import Engine, Run
+from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed, InvalidSetting
+from qkvshare_agents.grammar import Grammar
+from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.ledger import Ledger, Member, Roster
+from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
+from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
+from qkvshare_agents.planner import Plan, plan
+from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.sampling import Sampler, Sampling
+from qkvshare_agents.toolcall import ToolCall, parse_tool_calls, split_thought
+from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Message, Prompt, lay_out, ledger_key
+
+_KEPT_REPORTS = 1000
+_RESERVED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """What a host is opened with.
+
+    model: local directory, pulled name or Hub id. precision: a preset's name. budget_bytes: pages kept, over
+    all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
+    of the relay layout. salt: hosts with another salt never find each other's pages. handoff: False replays
+    text on every turn, the baseline. measure_replay: also time a text replay after every turn.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str | None = None
+    attn_implementation: str | None = None
+    thinking: bool = False
+    precision: str = "safe"
+    budget_bytes: int = 2 * 1024**3
+    layout: Layout = "relay"
+    system: str = SHARED_SYSTEM
+    salt: str = field(default="", repr=False)
+    handoff: bool = True
+    measure_replay: bool = False
+
+    def __post_init__(self) -> None:
+        preset(self.precision)
+        if self.layout not in LAYOUTS:
+            raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
+        if self.budget_bytes < 0:
+            raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request for one answer of `speaker`, a member of `scope` (one team).
+
+    messages: the conversation as this member sees it, without its own leading system message.
+    tools: schemas of what it may call now; grammar: what the answer must follow.
+    """
+
+    speaker: Member
+    scope: str
+    messages: tuple[Message, ...]
+    sampling: Sampling = Sampling()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """finish_reason: `stop`, `length` or `tool_calls`. thought: reasoning that stays with the member."""
+
+    text: str
+    thought: str | None
+    calls: tuple[ToolCall, ...]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    report: HandoffReport
+
+
+class Host:
+    """Runs turns of many agents on one model. Use `submit` from threads, `asyncio.wrap_future` around it in loops."""
+
+    def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
+        self.settings = settings
+        self.precision: Precision = preset(settings.precision)
+        self.ledger = Ledger()
+        self.roster = Roster()
+        self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
+        self._engine = engine
+        self._loading = threading.Lock()
+        self._store: PageStore | None = None
+        self._root = b""
+        self._kv: KVCache | None = None
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
+        self._pid = os.getpid()
+
+    @property
+    def engine(self) -> Engine:
+        """The loaded model; loads it on first use."""
+        with self._loading:
+            if self._engine is None:
+                s = self.settings
+                self._engine = Engine.load(
+                    s.model,
+                    dtype=s.dtype,
+                    device=s.device,
+                    attn_implementation=s.attn_implementation,
+                    thinking=s.thinking,
+                )
+            return self._engine
+
+    @property
+    def store(self) -> PageStore:
+        """Pages of the model as it is now; an emptied store when its weights were changed."""
+        salt = hashlib.sha256(self.settings.salt.encode()).digest()
+        root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
+        if self._store is None or root != self._root:
+            self._store, self._root = PageStore(root, self.settings.budget_bytes), root
+        return self._store
+
+    def submit(
+        self,
+        turn: Turn,
+        *,
+        on_text: Callable[[str], None] | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> "Future[Answer]":
+        """Queue a turn. on_text gets the text piece by piece on the host's thread. Setting `cancelled` ends the
+        turn with Cancelled before its next token. Raises HostClosed; the future may raise ContextOverflow."""
+        if os.getpid() != self._pid:
+            raise HostClosed("this host was opened before the process forked; open one in the child")
+        stop = cancelled or threading.Event()
+        try:
+            return self._worker.submit(self._answer, turn, on_text or (lambda _: None), stop.is_set)
+        except RuntimeError as error:
+            raise HostClosed(f"the host of {self.settings.model} is closed") from error
+
+    def prompt(self, turn: Turn) -> Prompt:
+        """The exact tokens that `turn` would be answered from now."""
+        return lay_out(
+            turn.messages,
+            turn.speaker,
+            self.roster.members(turn.scope),
+            template=self.engine.template,
+            ledger=self.ledger,
+            layout=self.settings.layout,
+            system=self.settings.system,
+        )
+
+    def close(self) -> None:
+        """Let the running turn end, refuse further ones, and free the model and all pages."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._engine = self._store = self._kv = None
+
+    def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
+        started = time.perf_counter()
+        if cancelled():
+            raise Cancelled("the turn was cancelled before it began")
+        engine, prompt = self.engine, self.prompt(turn)
+        room = engine.context_tokens - len(prompt.ids)
+        if room < 1:
+            who = turn.speaker.label or "an agent"
+            raise ContextOverflow(
+                f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
+            )
+        longest = min(turn.sampling.max_tokens or room, room)
+        run, match, decision, import_ms = self._begin(prompt, longest)
+        logits = engine.feed(run, prompt.ids[decision.reused_tokens :], cancelled)
+        if logits is None:
+            raise Cancelled("the turn was cancelled while it read its prompt")
+        speech = _Speech(engine, turn, longest, on_text)
+        first_ms = None
+        while speech.add(logits):
+            first_ms = first_ms or _ms_since(started)
+            logits = engine.feed(run, speech.ids[-1:], cancelled)
+            if logits is None:
+                raise Cancelled(f"the turn was cancelled after {len(speech.ids)} tokens")
+        first_ms = first_ms or _ms_since(started)
+        text, thought, calls = speech.finish()
+        sealing = time.perf_counter()
+        reasons = decision.reasons + self._keep(run, (*prompt.ids, *speech.ids), turn.speaker.name)
+        quantize_ms = _ms_since(sealing)
+        self.ledger.record(ledger_key(text, calls), speech.spoken_ids)
+        total_ms = _ms_since(started)
+        report = HandoffReport(
+            agent=turn.speaker.name,
+            source=match.owner,
+            mode=decision.mode,
+            reasons=reasons,
+            prompt_tokens=len(prompt.ids),
+            reused_tokens=decision.reused_tokens,
+            generated_tokens=len(speech.ids),
+            payload_bytes=match.nbytes,
+            fp16_bytes=engine.shape.fp16_bytes(decision.reused_tokens) if engine.shape else 0,
+            import_ms=import_ms,
+            transfer_ms=0.0,
+            first_token_ms=first_ms,
+            quantize_ms=quantize_ms,
+            total_ms=total_ms,
+            replay_first_token_ms=self._replay_ms(prompt) if self.settings.measure_replay else None,
+        )
+        self.reports.append(report)
+        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report)
+
+    def _begin(self, prompt: Prompt, longest: int) -> tuple[Run, Match, Plan, float]:
+        """Plan the turn and put the KV that it reuses into the working cache. Returns also the import's ms."""
+        engine, total = self.engine, len(prompt.ids) + longest
+        refusal = engine.refusal
+        if not self.settings.handoff:
+            refusal = "handoff is switched off (handoff=False)"
+        elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
+            refusal = (
+                f"{total} tokens may cross {engine.kv_limit_tokens}, where the model's rotary frequencies change for all keys"
+            )
+        if refusal or engine.shape is None:
+            return engine.begin(None), NO_MATCH, plan(len(prompt.ids), prompt.settled, 0, refusal=refusal), 0.0
+        store = self.store
+        match = store.match(prompt.ids[:-1])  # one token must be run in any case
+        decision = plan(len(prompt.ids), prompt.settled, match.tokens, evicted_pages=store.evicted_pages)
+        importing = time.perf_counter()
+        if self._kv is None or self._kv.shape != engine.shape:
+            self._kv = KVCache(engine.shape)
+        self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
+        self._kv.load(match.runs)
+        return engine.begin(self._kv), match, decision, _ms_since(importing)
+
+    def _keep(self, run: Run, ids: Sequence[int], owner: str) -> tuple[str, ...]:
+        """Store the KV of what was fed; returns why not, if not."""
+        if run.kv is None:
+            return ()
+        kv = run.kv
+
+        def make_page(start: int, stop: int, sealed: bool) -> Page:
+            keys, values = kv.span(start, stop)
+            return seal(keys, values, self.precision, starts_sequence=start == 0) if sealed else keep_native(keys, values)
+
+        fed = ids[: run.tokens]  # the last token of an answer that hit its limit was not fed
+        try:
+            sealed_tokens = len(fed) - self.precision.residual_length
+            self.store.extend(fed, owner, self.precision.page_size, sealed_tokens, make_page)
+        except CodecError as error:
+            return (f"KV of this turn was not kept: {error}",)
+        return ()
+
+    def _replay_ms(self, prompt: Prompt) -> float:
+        started = time.perf_counter()
+        logits = self.engine.feed(self.engine.begin(None), prompt.ids)
+        assert logits is not None
+        int(logits.argmax())
+        return _ms_since(started)
+
+
+class _Speech:
+    """The answer as it grows: chooses ids, passes finished text on, and knows when to end."""
+
+    def __init__(self, engine: Engine, turn: Turn, longest: int, on_text: Callable[[str], None]) -> None:
+        self._engine, self._turn, self._longest, self._on_text = engine, turn, longest, on_text
+        self._sampler = Sampler(turn.sampling)
+        self._text = Detokenizer(engine.template.encoder, turn.sampling.stop)
+        self._matcher = turn.grammar.start() if turn.grammar else None
+        self._held = ""
+        self.finish_reason = "stop"
+        self.spoken_ids: Sequence[int] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        return self._text.ids
+
+    def add(self, logits: Tensor) -> bool:
+        """Choose the next token; True if the answer goes on behind it."""
+        if self._matcher:
+            logits = self._matcher.mask(logits)
+        token = self._sampler.choose(logits, self.ids)
+        if token in self._engine.stop_ids:
+            return False
+        if self._matcher:
+            self._matcher.accept(token)
+        self._say(self._text.push(token))
+        if self._text.stopped or (self._matcher and self._matcher.finished):
+            return False
+        if len(self.ids) >= self._longest:
+            self.finish_reason = "length"
+            return False
+        return True
+
+    def finish(self) -> tuple[str, str | None, tuple[ToolCall, ...]]:
+        """(text, thought, calls) of the whole answer."""
+        self._say(self._text.finish())
+        encoder, template = self._engine.template.encoder, self._engine.template
+        thought, text = split_thought(self._text.text, opened=template.opens_thought)
+        self.spoken_ids = ids_of(encoder, self.ids, text)
+        calls: tuple[ToolCall, ...] = ()
+        if self._turn.tools and not self._text.stopped:
+            names = {tool["function"]["name"] for tool in self._turn.tools}
+            raw = split_thought(encoder.decode(self.ids, keep_special=True), opened=template.opens_thought)[1]
+            beside, calls = parse_tool_calls(raw, names)
+            if calls:
+                text, self.finish_reason = beside, "tool_calls"
+        if not calls and self._held:
+            self._on_text(self._held)
+        return text, thought, calls
+
+    def _say(self, piece: str) -> None:
+        """Pass text on. What may be a tool call is held back until it is known."""
+        if self._turn.tools and (self._held or self._text.text.lstrip()[:1] in ("<", "[", "{", "")):
+            self._held += piece
+        elif piece:
+            self._on_text(piece)
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1000

@@ -1,0 +1,94 @@
+"""One agent's view while its turn runs: native keys and values, filled from pages.
+
+The tensors are allocated once and kept between turns, since fresh memory costs more in page faults than
+dequantizing into it does, and they have room for the tokens to come, so that no step copies the history
+(transformers' own cache concatenates on every update).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkvshare_agents.page import Page
+
+_ROUND_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Keys [L, H, T, key_dim] and values [L, H, T, value_dim] of a model whose layers are all alike."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def fp16_bytes(self, tokens: int) -> int:
+        """What `tokens` tokens take in a 16-bit cache: the yardstick of every payload ratio."""
+        return 2 * tokens * self.layers * self.heads * (self.key_dim + self.value_dim)
+
+
+class KVCache:
+    """Native keys and values of the running turn. Not thread-safe: one turn at a time."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        self._keys, self._values = self._allocate(0)
+        self._lengths = [0] * shape.layers
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that every layer holds."""
+        return min(self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
+
+    def clear(self, reserve_tokens: int) -> None:
+        """Start over, with room for `reserve_tokens` tokens."""
+        self._lengths = [0] * self.shape.layers
+        self._reserve(reserve_tokens)
+
+    def load(self, runs: Iterable[tuple[Page, int]]) -> None:
+        """Append the first `tokens` tokens of each page, in order."""
+        for page, tokens in runs:
+            start, stop = self.tokens, self.tokens + tokens
+            self._reserve(stop)
+            page.open_into(*self.span(start, stop))
+            self._lengths = [stop] * self.shape.layers
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of keys [L, H, stop - start, Dk] and values [L, H, stop - start, Dv]."""
+        return self._keys[:, :, start:stop], self._values[:, :, start:stop]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys [H, t, Dk] and values [H, t, Dv] of one layer; returns views of all its tokens [H, T, D]."""
+        start = self._lengths[layer]
+        stop = start + keys.shape[-2]
+        self._reserve(stop)
+        self._keys[layer, :, start:stop].copy_(keys)
+        self._values[layer, :, start:stop].copy_(values)
+        self._lengths[layer] = stop
+        return self._keys[layer, :, :stop], self._values[layer, :, :stop]
+
+    def _allocate(self, tokens: int) -> tuple[Tensor, Tensor]:
+        s = self.shape
+        return tuple(  # type: ignore[return-value]
+            torch.empty(s.layers, s.heads, tokens, dim, dtype=s.dtype, device=s.device)
+            for dim in (s.key_dim, s.value_dim)
+        )
+
+    def _reserve(self, tokens: int) -> None:
+        if tokens <= self._keys.shape[2]:
+            return
+        used = max(self._lengths)
+        old = self.span(0, used)
+        room = -(-max(tokens, used * 5 // 4) // _ROUND_TOKENS) * _ROUND_TOKENS
+        self._keys, self._values = self._allocate(room)
+        for new, kept in zip(self.span(0, used), old, strict=True):
+            new.copy_(kept)

@@ -1,0 +1,129 @@
+"""What members generated, as ids; who they are."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from qkvshare_agents.template import Ids
+
+
+class Ledger:
+    """Text that a member generated -> the ids it generated.
+
+    Decoding and encoding again changes ids in a third of longer answers, so the ids are kept verbatim. The
+    oldest entries go when `capacity_tokens` is reached: then the text is encoded again, a shorter match.
+    """
+
+    def __init__(self, capacity_tokens: int = 4_000_000) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._entries: OrderedDict[str, Ids] = OrderedDict()
+        self._tokens = 0
+        self._lock = threading.Lock()
+
+    def record(self, key: str, ids: Sequence[int]) -> None:
+        if not key or not ids:
+            return
+        with self._lock:
+            self._tokens += len(ids) - len(self._entries.pop(key, ()))
+            self._entries[key] = tuple(ids)
+            while self._tokens > self._capacity_tokens and len(self._entries) > 1:
+                self._tokens -= len(self._entries.popitem(last=False)[1])
+
+    def find(self, key: str) -> Ids | None:
+        with self._lock:
+            ids = self._entries.get(key)
+            if ids is not None:
+                self._entries.move_to_end(key)
+            return ids
+
+
+@dataclass(frozen=True)
+class Member:
+    """An agent of a conversation.
+
+    label: how cues call it; "" when it was first met without a name, which its later cues must repeat.
+    instruction: its system message. tools: OpenAI-style function schemas.
+    """
+
+    name: str
+    label: str
+    instruction: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+Members = Mapping[str, Member]
+
+
+@dataclass
+class Roster:
+    """Members per scope (one scope per team), declared or learnt when their call comes through."""
+
+    _scopes: dict[str, dict[str, Member]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def members(self, scope: str) -> Members:
+        """A snapshot, so that a prompt can't change while it is laid out."""
+        with self._lock:
+            return MappingProxyType(dict(self._scopes.get(scope, {})))
+
+    def learn(
+        self,
+        scope: str,
+        name: str,
+        instruction: str | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        named: bool = True,
+    ) -> Member:
+        """Note what a member's call showed. An empty tool list (a reflection call) does not take tools away."""
+        with self._lock:
+            members = self._scopes.setdefault(scope, {})
+            known = members.get(name) or Member(name, name if named else "")
+            if instruction is not None:
+                known = replace(known, instruction=instruction)
+            if tools:
+                known = replace(known, tools=tuple(tools))
+            members[name] = known
+            return known
+
+    def identify(
+        self,
+        scope: str,
+        instruction: str,
+        *,
+        told: str | None = None,
+        running: str | None = None,
+        last: str | None = None,
+    ) -> tuple[str, bool]:
+        """Who is calling: (name, whether the name may stand in cues).
+
+        told: named by the caller. running: the agent that the framework's runtime is running, which is the
+        outer one when an agent calls another as a tool. last: source of the newest assistant message, which
+        can be another member's after a handoff by tool call. Without any of them the instruction decides.
+        """
+        if told:
+            return told, True
+        with self._lock:
+            members = self._scopes.get(scope, {})
+            if running is not None:
+                known = members.get(running)
+                if known is None or known.instruction == instruction or last == running:
+                    return running, True
+            same = [m.name for m in members.values() if m.instruction == instruction]
+        nameless = f"#{hash_name(instruction)}"
+        if last is not None:
+            if nameless in same:  # met before it had said anything: keep its cues as they were
+                with self._lock:
+                    met = self._scopes[scope].pop(nameless)
+                    self._scopes[scope].setdefault(last, replace(met, name=last))
+            return last, True
+        return (same[0], True) if same else (nameless, False)
+
+
+def hash_name(instruction: str) -> str:
+    """A short stable name for an agent of which only the instruction is known."""
+    return hashlib.sha256(instruction.encode()).hexdigest()[:8]

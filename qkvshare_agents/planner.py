@@ -1,0 +1,56 @@
+"""KV, PARTIAL or TEXT, and why: a pure function of what was found."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Mode(str, Enum):
+    """How an agent got its context. KV: everything that earlier turns computed was handed over. PARTIAL: a
+    part of it. TEXT: all of it was read again."""
+
+    KV = "KV"
+    PARTIAL = "PARTIAL"
+    TEXT = "TEXT"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """mode, the number of leading tokens whose KV is used, and the reasons in words."""
+
+    mode: Mode
+    reused_tokens: int
+    reasons: tuple[str, ...]
+
+
+def plan(
+    prompt_tokens: int,
+    settled_tokens: int,
+    matched_tokens: int,
+    *,
+    refusal: str | None = None,
+    evicted_pages: int = 0,
+) -> Plan:
+    """Decide for a prompt of which `matched_tokens` leading ids have stored KV.
+
+    refusal: why this model's KV can't be handed over at all. settled_tokens: ids before the newest user turn.
+    evicted_pages: pages that the store has dropped for its budget, to explain a short match.
+    """
+    if refusal:
+        return Plan(Mode.TEXT, 0, (refusal,))
+    if matched_tokens == 0:
+        if settled_tokens == 0:
+            return Plan(Mode.TEXT, 0, ("first turn: nothing was computed before",))
+        return Plan(Mode.TEXT, 0, (_why_short(0, settled_tokens, evicted_pages),))
+    # the last token of an answer that hit its length limit was never fed, so its KV does not exist
+    if matched_tokens >= settled_tokens - 1 > 0:
+        return Plan(Mode.KV, matched_tokens, ())
+    if settled_tokens == 0:
+        return Plan(Mode.PARTIAL, matched_tokens, ("first turn: shares only its beginning with another conversation",))
+    return Plan(Mode.PARTIAL, matched_tokens, (_why_short(matched_tokens, settled_tokens, evicted_pages),))
+
+
+def _why_short(matched: int, settled: int, evicted_pages: int) -> str:
+    where = f"stored KV agrees with {matched} of {settled} tokens"
+    if evicted_pages:
+        return f"{where}; {evicted_pages} pages were evicted for the byte budget"
+    return f"{where}: from there the transcript was edited, private to an agent, or computed elsewhere"

@@ -1,0 +1,55 @@
+"""Hosts of this process, by name.
+
+Frameworks copy, serialise and load model clients (`load_component` makes one client per agent even where one
+was shared), so that a client holds only names and settings, and clients of the same name share one host.
+"""
+
+import hashlib
+import threading
+from dataclasses import asdict
+
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import HostConflict
+from qkvshare_agents.host import Host, HostSettings
+
+_hosts: dict[str, Host] = {}
+_users: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine | None = None) -> Host:
+    """The host called `name` (by default one per settings), made if there is none. Weights load on first use.
+
+    engine: a model that is loaded already. Each call is one use, which `release_host` ends. Raises
+    HostConflict if the name is taken by a host with other settings.
+    """
+    name = name or default_name(settings)
+    with _lock:
+        host = _hosts.get(name)
+        if host is None:
+            host = _hosts[name] = Host(settings, engine)
+        elif host.settings != settings:
+            theirs, ours = asdict(host.settings), asdict(settings)
+            differ = ", ".join(f"{k}={theirs[k]!r} (not {ours[k]!r})" for k in ours if theirs[k] != ours[k] and k != "salt")
+            raise HostConflict(
+                f"host {name!r} is open with {differ or 'another salt'}; use the same settings or another host name"
+            )
+        _users[name] = _users.get(name, 0) + 1
+        return host
+
+
+def release_host(settings: HostSettings, name: str | None = None) -> None:
+    """End one use; the last one closes the host and frees its model and pages."""
+    name = name or default_name(settings)
+    with _lock:
+        _users[name] = _users.get(name, 0) - 1
+        host = _hosts.pop(name, None) if _users[name] <= 0 else None
+        if _users[name] <= 0:
+            del _users[name]
+    if host:
+        host.close()
+
+
+def default_name(settings: HostSettings) -> str:
+    """A name that two hosts share exactly if their settings are equal."""
+    return f"{settings.model}#{hashlib.sha256(repr(sorted(asdict(settings).items())).encode()).hexdigest()[:8]}"
