@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkvshare_adapters.autogen import QKVShareChatCompletionClient, QKVShareClient
-
-    from qkvshare_agents.host import Answer, Host, HostSettings, Turn
+    from qkvshare_agents.host import Host, HostSettings
     from qkvshare_agents.ledger import Member
     from qkvshare_agents.registry import open_host
     from qkvshare_agents.report import HandoffReport
     from qkvshare_agents.sampling import Sampling
     from qkvshare_agents.transcript import Message
+    from qkvshare_agents.turn import Answer, Turn
 
 __version__ = "0.1.0"
 
@@ -19,10 +19,10 @@ __version__ = "0.1.0"
 _PLACES = {
     "QKVShareClient": "qkvshare_adapters.autogen",
     "QKVShareChatCompletionClient": "qkvshare_adapters.autogen",
-    "Answer": "qkvshare_agents.host",
+    "Answer": "qkvshare_agents.turn",
     "Host": "qkvshare_agents.host",
     "HostSettings": "qkvshare_agents.host",
-    "Turn": "qkvshare_agents.host",
+    "Turn": "qkvshare_agents.turn",
     "Member": "qkvshare_agents.ledger",
     "open_host": "qkvshare_agents.registry",
     "HandoffReport": "qkvshare_agents.report",

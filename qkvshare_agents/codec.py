@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from qkvshare_kernels import reference
 from torch import Tensor
 
 from qkvshare_agents.errors import CodecError
+from qkvshare_kernels import reference
 
 Group = Literal["channel", "token"]
 WIDTHS = (8,)

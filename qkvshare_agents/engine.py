@@ -5,8 +5,8 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
 _PROBE_TOKENS = 12
+# How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
+# anew with every longer call); or only as a whole, with no cache at all.
+Replay = Literal["chunks", "steps", "whole"]
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
@@ -48,6 +51,7 @@ class Run:
     cache: Cache
     kv: KVCache | None
     tokens: int
+    ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
 
 
 class Engine:
@@ -71,7 +75,10 @@ class Engine:
         self.kv_limit_tokens = _rope_switch_tokens(self.config)
         self.stop_ids = self.template.stop_ids(_eos_ids(model, tokenizer))
         self.shape: KVShape | None = None
+        self._replay: Replay = "chunks"
         self.refusal = self._probe()
+        if self.refusal:
+            self._replay = self._probe_replay()
         self._stamp: tuple[Any, ...] = ()
         self._fingerprint: Fingerprint | None = None
 
@@ -89,7 +96,7 @@ class Engine:
         source = models.resolve(model)
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         tokenizer = AutoTokenizer.from_pretrained(source)
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(loaded.to(device), tokenizer, name=model, thinking=thinking)
 
@@ -114,27 +121,36 @@ class Engine:
         """Start a turn on what `kv` holds, or (None) on an empty cache of transformers' own."""
         if kv is None:
             return Run(DynamicCache(config=self.config), None, 0)
-        layers = [_KVCacheLayer(kv, index) for index in range(kv.shape.layers)]
+        layers: list[Any] = [_KVCacheLayer(kv, index) for index in range(kv.shape.layers)]
         return Run(Cache(layers=layers), kv, kv.tokens)
 
     @torch.inference_mode()
     def feed(self, run: Run, ids: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> Tensor | None:
-        """Append `ids` (at least one) to the run; returns the logits [V] in float32 behind the last, or None if cancelled.
+        """Append `ids` (at least one) to the run; returns the logits [V] in float32 behind the last.
 
-        Raises ContextOverflow before anything is fed.
+        None if cancelled in between. Raises ContextOverflow before anything is fed.
         """
         if run.tokens + len(ids) > self.context_tokens:
             raise ContextOverflow(f"context length exceeded: {run.tokens + len(ids)} > {self.context_tokens} tokens")
         if not ids:
             raise QKVShareError("nothing to feed: at least one token must be run")
-        logits = None
-        for start in range(0, len(ids), PREFILL_CHUNK_TOKENS):
+        logits, size = None, self._chunk_tokens(run, len(ids))
+        for start in range(0, len(ids), size):
             if cancelled():
                 return None
-            logits = self._forward(run, ids[start : start + PREFILL_CHUNK_TOKENS])
+            logits = self._forward(run, ids[start : start + size])
         return logits
 
+    def _chunk_tokens(self, run: Run, count: int) -> int:
+        if run.kv is not None or self._replay == "chunks":
+            return PREFILL_CHUNK_TOKENS
+        return 1 if self._replay == "steps" and run.tokens else count
+
     def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
+        if run.kv is None:
+            run.ids += ids
+        if run.kv is None and self._replay == "whole":
+            run.cache, run.tokens, ids = DynamicCache(config=self.config), 0, run.ids
         device = self.model.device
         arguments: dict[str, Any] = {self._cache_argument: run.cache, "use_cache": True}
         if self._takes_positions:  # always explicit: some models forget the cache's length without them
@@ -152,22 +168,42 @@ class Engine:
         kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"DynamicLayer"})
         if kinds:
             return f"{self.config.model_type} has layers whose KV can't be handed over yet: {', '.join(kinds)}"
-        ids = [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(_PROBE_TOKENS)]
         try:
-            expected = self._forward(Run(cache, None, 0), ids)
+            expected = self._forward(Run(cache, None, 0), self._probe_ids)
             self.shape = _shape_of(cache)
             kv = KVCache(self.shape)
-            self._forward(self.begin(kv), ids[: _PROBE_TOKENS // 2])
-            got = self._forward(self.begin(kv), ids[_PROBE_TOKENS // 2 :])
+            self._forward(self.begin(kv), self._probe_ids[: _PROBE_TOKENS // 2])
+            got = self._forward(self.begin(kv), self._probe_ids[_PROBE_TOKENS // 2 :])
         except UnsupportedModel as error:
             return str(error)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
             return f"{self.config.model_type} can't continue from injected KV: {error}"
-        off = float((got - expected).norm() / expected.norm())
-        tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
-        if not off <= tolerance:
-            return f"{self.config.model_type} continues differently from injected KV (logits off by {off:.1e})"
+        if not self._agree(got, expected):
+            return f"{self.config.model_type} continues differently from injected KV than in one forward"
         return None
+
+    @torch.inference_mode()
+    def _probe_replay(self) -> Replay:
+        """Find out how this model's own cache may be filled."""
+        expected = self._forward(self.begin(None), self._probe_ids)
+        splits: list[tuple[Replay, int]] = [("chunks", _PROBE_TOKENS // 2), ("steps", _PROBE_TOKENS - 1)]
+        for way, at in splits:
+            run = self.begin(None)
+            try:
+                self._forward(run, self._probe_ids[:at])
+                if self._agree(self._forward(run, self._probe_ids[at:]), expected):
+                    return way
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+                continue
+        return "whole"
+
+    @property
+    def _probe_ids(self) -> list[int]:
+        return [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(_PROBE_TOKENS)]
+
+    def _agree(self, a: Tensor, b: Tensor) -> bool:
+        tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
+        return float((a - b).norm() / b.norm()) <= tolerance  # False for NaN
 
     def _weights_stamp(self) -> tuple[Any, ...]:
         """Changes when any parameter is written to in place, replaced, or joined by a LoRA adapter's."""
@@ -179,7 +215,7 @@ class Engine:
 def _shape_of(cache: Cache) -> KVShape:
     shapes = set()
     for layer in cache.layers:
-        keys, values = layer.keys, layer.values
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.dim() != 4:
             raise UnsupportedModel("a layer keeps no [B, H, T, D] keys and values; its KV can't be handed over yet")
         shapes.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, values.shape[1]))
@@ -198,13 +234,19 @@ def _rope_switch_tokens(config: Any) -> int | None:
     for rope in nested:
         if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPES:
             original = rope.get("original_max_position_embeddings")
-            return original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            return (
+                original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            )
     return None
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     found: list[int] = []
-    for eos in (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+    for eos in (
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         found += eos if isinstance(eos, list) else [eos] if eos is not None else []
     return found
 

@@ -58,5 +58,5 @@ def hash_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def _hash_tensor(name: str, tensor: Tensor) -> bytes:
     head = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(head + hashlib.sha256(data).digest()).digest()

@@ -9,26 +9,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor
-
-from qkvshare_agents.detokenizer import Detokenizer, ids_of
 from qkvshare_agents.engine import Engine, Run
 from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed, InvalidSetting
-from qkvshare_agents.grammar import Grammar
 from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.ledger import Ledger, Member, Roster
+from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
 from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
 from qkvshare_agents.planner import Plan, plan
 from qkvshare_agents.report import HandoffReport
-from qkvshare_agents.sampling import Sampler, Sampling
-from qkvshare_agents.toolcall import ToolCall, parse_tool_calls, split_thought
-from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Message, Prompt, lay_out, ledger_key
+from qkvshare_agents.speech import Speech
+from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Prompt, lay_out, ledger_key
+from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
 _RESERVED_TOKENS = 512
@@ -63,35 +58,6 @@ class HostSettings:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
         if self.budget_bytes < 0:
             raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A request for one answer of `speaker`, a member of `scope` (one team).
-
-    messages: the conversation as this member sees it, without its own leading system message.
-    tools: schemas of what it may call now; grammar: what the answer must follow.
-    """
-
-    speaker: Member
-    scope: str
-    messages: tuple[Message, ...]
-    sampling: Sampling = Sampling()
-    tools: tuple[Mapping[str, Any], ...] = ()
-    grammar: Grammar | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """finish_reason: `stop`, `length` or `tool_calls`. thought: reasoning that stays with the member."""
-
-    text: str
-    thought: str | None
-    calls: tuple[ToolCall, ...]
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    report: HandoffReport
 
 
 class Host:
@@ -185,7 +151,7 @@ class Host:
         logits = engine.feed(run, prompt.ids[decision.reused_tokens :], cancelled)
         if logits is None:
             raise Cancelled("the turn was cancelled while it read its prompt")
-        speech = _Speech(engine, turn, longest, on_text)
+        speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
             first_ms = first_ms or _ms_since(started)
@@ -226,9 +192,7 @@ class Host:
         if not self.settings.handoff:
             refusal = "handoff is switched off (handoff=False)"
         elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
-            refusal = (
-                f"{total} tokens may cross {engine.kv_limit_tokens}, where the model's rotary frequencies change for all keys"
-            )
+            refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
         if refusal or engine.shape is None:
             return engine.begin(None), NO_MATCH, plan(len(prompt.ids), prompt.settled, 0, refusal=refusal), 0.0
         store = self.store
@@ -249,7 +213,9 @@ class Host:
 
         def make_page(start: int, stop: int, sealed: bool) -> Page:
             keys, values = kv.span(start, stop)
-            return seal(keys, values, self.precision, starts_sequence=start == 0) if sealed else keep_native(keys, values)
+            return (
+                seal(keys, values, self.precision, starts_sequence=start == 0) if sealed else keep_native(keys, values)
+            )
 
         fed = ids[: run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
@@ -265,64 +231,6 @@ class Host:
         assert logits is not None
         int(logits.argmax())
         return _ms_since(started)
-
-
-class _Speech:
-    """The answer as it grows: chooses ids, passes finished text on, and knows when to end."""
-
-    def __init__(self, engine: Engine, turn: Turn, longest: int, on_text: Callable[[str], None]) -> None:
-        self._engine, self._turn, self._longest, self._on_text = engine, turn, longest, on_text
-        self._sampler = Sampler(turn.sampling)
-        self._text = Detokenizer(engine.template.encoder, turn.sampling.stop)
-        self._matcher = turn.grammar.start() if turn.grammar else None
-        self._held = ""
-        self.finish_reason = "stop"
-        self.spoken_ids: Sequence[int] = ()
-
-    @property
-    def ids(self) -> list[int]:
-        return self._text.ids
-
-    def add(self, logits: Tensor) -> bool:
-        """Choose the next token; True if the answer goes on behind it."""
-        if self._matcher:
-            logits = self._matcher.mask(logits)
-        token = self._sampler.choose(logits, self.ids)
-        if token in self._engine.stop_ids:
-            return False
-        if self._matcher:
-            self._matcher.accept(token)
-        self._say(self._text.push(token))
-        if self._text.stopped or (self._matcher and self._matcher.finished):
-            return False
-        if len(self.ids) >= self._longest:
-            self.finish_reason = "length"
-            return False
-        return True
-
-    def finish(self) -> tuple[str, str | None, tuple[ToolCall, ...]]:
-        """(text, thought, calls) of the whole answer."""
-        self._say(self._text.finish())
-        encoder, template = self._engine.template.encoder, self._engine.template
-        thought, text = split_thought(self._text.text, opened=template.opens_thought)
-        self.spoken_ids = ids_of(encoder, self.ids, text)
-        calls: tuple[ToolCall, ...] = ()
-        if self._turn.tools and not self._text.stopped:
-            names = {tool["function"]["name"] for tool in self._turn.tools}
-            raw = split_thought(encoder.decode(self.ids, keep_special=True), opened=template.opens_thought)[1]
-            beside, calls = parse_tool_calls(raw, names)
-            if calls:
-                text, self.finish_reason = beside, "tool_calls"
-        if not calls and self._held:
-            self._on_text(self._held)
-        return text, thought, calls
-
-    def _say(self, piece: str) -> None:
-        """Pass text on. What may be a tool call is held back until it is known."""
-        if self._turn.tools and (self._held or self._text.text.lstrip()[:1] in ("<", "[", "{", "")):
-            self._held += piece
-        elif piece:
-            self._on_text(piece)
 
 
 def _ms_since(started: float) -> float:

@@ -62,6 +62,10 @@ class KVCache:
             page.open_into(*self.span(start, stop))
             self._lengths = [stop] * self.shape.layers
 
+    def crop(self, tokens: int) -> None:
+        """Forget what lies beyond the first `tokens` tokens."""
+        self._lengths = [min(tokens, length) for length in self._lengths]
+
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of keys [L, H, stop - start, Dk] and values [L, H, stop - start, Dv]."""
         return self._keys[:, :, start:stop], self._values[:, :, start:stop]

@@ -113,10 +113,10 @@ class Roster:
                 known = members.get(running)
                 if known is None or known.instruction == instruction or last == running:
                     return running, True
-            same = [m.name for m in members.values() if m.instruction == instruction]
+            same = [m.name for m in members.values() if instruction and m.instruction == instruction]
         nameless = f"#{hash_name(instruction)}"
         if last is not None:
-            if nameless in same:  # met before it had said anything: keep its cues as they were
+            if nameless in members:  # met before it had said anything: keep its cues as they were
                 with self._lock:
                     met = self._scopes[scope].pop(nameless)
                     self._scopes[scope].setdefault(last, replace(met, name=last))

@@ -1,10 +1,10 @@
 """KV, PARTIAL or TEXT, and why: a pure function of what was found."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """How an agent got its context. KV: everything that earlier turns computed was handed over. PARTIAL: a
     part of it. TEXT: all of it was read again."""
 

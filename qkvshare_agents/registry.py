@@ -30,7 +30,9 @@ def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine
             host = _hosts[name] = Host(settings, engine)
         elif host.settings != settings:
             theirs, ours = asdict(host.settings), asdict(settings)
-            differ = ", ".join(f"{k}={theirs[k]!r} (not {ours[k]!r})" for k in ours if theirs[k] != ours[k] and k != "salt")
+            differ = ", ".join(
+                f"{k}={theirs[k]!r} (not {ours[k]!r})" for k in ours if theirs[k] != ours[k] and k != "salt"
+            )
             raise HostConflict(
                 f"host {name!r} is open with {differ or 'another salt'}; use the same settings or another host name"
             )

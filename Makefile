@@ -1,0 +1,43 @@
+# Everything runs in .venv, made with pip. PYTHON is the interpreter that makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL := smollm2-135m
+
+.PHONY: help install model demo test lint bench
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     run the AutoGen coder/tester workflow on a small real model"
+	@echo "make test     run the tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make bench    measure a handoff against text replay"
+	@echo "make model    bring the demo model ($(MODEL)) into the cache"
+	@echo "make install  make $(VENV) and install everything above needs"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing into $(VENV) (the first time takes minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[autogen,gguf,dev]"
+	@touch $(STAMP)
+
+model: install
+	@$(BIN)/qkvshare models pull $(MODEL)
+
+demo: model
+	@$(BIN)/python examples/coder_tester_autogen.py
+
+test: model
+	@$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: model
+	@$(BIN)/qkvshare bench handoff

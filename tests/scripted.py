@@ -1,0 +1,89 @@
+"""A host whose words are scripted and whose KV is real.
+
+The model runs on every token, so that pages, matches and injection are the real ones; only the choice of the
+next token follows the script. Every turn is checked: the logits behind the handed-over KV must equal those of
+one forward over the whole prompt.
+"""
+
+from collections.abc import Callable
+
+import torch
+from support import tiny_engine
+from torch import Tensor
+
+from qkvshare_agents import registry
+from qkvshare_agents.engine import Engine, Run
+from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.transcript import Prompt
+
+Script = Callable[[str], str]
+MAX_DIFFERENCE = 1e-3
+
+
+class ScriptedEngine:
+    """Wraps an engine: after a prompt it says what the script answers to the prompt's text."""
+
+    def __init__(self, engine: Engine, script: Script) -> None:
+        self._engine, self._script = engine, script
+        self.prompt: Prompt | None = None
+        self.worst = 0.0
+        self._words: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def feed(self, run: Run, ids: list[int], cancelled: Callable[[], bool] = lambda: False) -> Tensor | None:
+        logits = self._engine.feed(run, ids, cancelled)
+        if logits is None:
+            return None
+        encoder = self._engine.template.encoder
+        if self.prompt is not None:
+            prompt, self.prompt = self.prompt, None
+            assert run.tokens == len(prompt.ids), "what was fed and reused is not the prompt"
+            replayed = self._engine.feed(self._engine.begin(None), prompt.ids)
+            self.worst = max(self.worst, float((logits - replayed).abs().max()))
+            answer = self._script(encoder.decode(prompt.ids, keep_special=True))
+            self._words = [*encoder.text(answer), min(self._engine.stop_ids)]
+        scripted = torch.full_like(logits, -1e4)
+        scripted[self._words.pop(0)] = 0.0
+        return scripted
+
+
+class ScriptedHost(Host):
+    """Records prompts; hands each to the engine, which then knows what to say."""
+
+    def __init__(self, script: Script, *, engine: Engine | None = None, **settings: object) -> None:
+        settings = {"precision": "native", **settings}
+        super().__init__(HostSettings("scripted", **settings), ScriptedEngine(engine or tiny_engine(), script))
+        self.prompts: list[Prompt] = []
+
+    def _begin(self, prompt: Prompt, longest: int):
+        self.prompts.append(prompt)
+        started = super()._begin(prompt, longest)
+        self.engine.prompt = prompt
+        return started
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.engine.template.encoder.decode(p.ids, keep_special=True) for p in self.prompts]
+
+    @property
+    def modes(self) -> list[str]:
+        return [report.mode.value for report in self.reports]
+
+    def assert_exact(self) -> None:
+        assert self.prompts, "no turn ran"
+        assert self.engine.worst <= MAX_DIFFERENCE, f"a handoff moved the logits by {self.engine.worst}"
+
+
+def install(host: Host, name: str) -> None:
+    """Let clients with `host=name` and equal settings find this host."""
+    registry._hosts[name] = host
+    registry._users[name] = 1
+
+
+def uninstall(name: str) -> None:
+    host = registry._hosts.pop(name, None)
+    registry._users.pop(name, None)
+    if host:
+        host.close()

@@ -1,0 +1,63 @@
+"""Small models, tokenizers and templates that the tests share."""
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from qkvshare_agents.engine import Engine
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_CORPUS = [
+    "def add(a, b):\n    return a + b\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+    "system user assistant [coder] You write Python. [tester] You write tests for the code above. TERMINATE",
+    "The quick brown fox jumps over the lazy dog. Several agents work on this conversation in turn.",
+    '{"name": "lookup", "arguments": {"city": "Paris"}} <tool_call> </tool_call> <tool_response>',
+] * 4
+
+
+def tiny_tokenizer(
+    template: str = CHATML, special: list[str] = SPECIAL, eos: str = "<|im_end|>"
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, trained on a few lines in milliseconds."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_CORPUS, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A random float32 model of a family, small but with logits that differ (initializer 0.12)."""
+    torch.manual_seed(seed)
+    sizes: dict[str, object] = {
+        "vocab_size": 640, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "initializer_range": 0.12, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    if kind == "gpt2":
+        sizes = {
+            "vocab_size": 640, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 4096,
+            "initializer_range": 0.12, "bos_token_id": 0, "eos_token_id": 2,
+        }  # fmt: skip
+    if kind == "mistral":
+        sizes["sliding_window"] = None
+    config = AutoConfig.for_model(kind, **{**sizes, **overrides})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tiny_engine(kind: str = "llama", seed: int = 0, template: str = CHATML, **overrides: object) -> Engine:
+    return Engine(tiny_model(kind, seed, **overrides), tiny_tokenizer(template), name=f"tiny-{kind}-{seed}")

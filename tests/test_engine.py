@@ -1,0 +1,191 @@
+"""Capture, inject, continue equals one uninterrupted forward; what can't do that is refused with a reason.
+
+Also run against the oldest supported transformers (see .ci/run), so only `support` and the core are used here.
+"""
+
+import pytest
+import torch
+from support import tiny_engine, tiny_model, tiny_tokenizer
+from transformers import DynamicCache
+
+from qkvshare_agents import page
+from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
+from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
+from qkvshare_agents.kv_cache import KVCache
+
+EXACT_KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "phi3"]
+MAX_DIFFERENCE = 1e-4
+
+
+def ids_of_length(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(3, 600, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def uninterrupted(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """Logits [V] of one forward without any cache of ours."""
+    with torch.inference_mode():
+        return engine.model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+
+
+def handed_over(engine: Engine, ids: list[int], at: int, precision: page.Precision) -> torch.Tensor:
+    """Logits [V] behind `ids` when the first `at` tokens come from pages that another cache was sealed into."""
+    assert engine.shape
+    source, target = KVCache(engine.shape), KVCache(engine.shape)
+    engine.feed(engine.begin(source), ids[:at])
+    size = precision.page_size
+    pages = []
+    for start in range(0, at, size):
+        stop = min(start + size, at)
+        spans = source.span(start, stop)
+        full = stop - start == size
+        pages.append(page.seal(*spans, precision, starts_sequence=start == 0) if full else page.keep_native(*spans))
+    target.load((p, p.tokens) for p in pages)
+    logits = engine.feed(engine.begin(target), ids[at:])
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+@pytest.mark.parametrize(("total", "at"), [(2, 1), (100, 64), (130, 129), (200, 77), (600, 40)])
+def test_native_handoff_equals_one_forward(kind: str, total: int, at: int) -> None:
+    engine = tiny_engine(kind)
+    assert engine.refusal is None
+    ids = ids_of_length(total)
+    got = handed_over(engine, ids, at, page.preset("native"))
+    assert (got - uninterrupted(engine, ids)).abs().max() <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_decoding_step_by_step_equals_one_forward(kind: str) -> None:
+    engine = tiny_engine(kind)
+    assert engine.shape
+    ids, kv = ids_of_length(90), KVCache(engine.shape)
+    run = engine.begin(kv)
+    engine.feed(run, ids[:70])
+    for token in ids[70:]:
+        logits = engine.feed(run, [token])
+    assert (logits - uninterrupted(engine, ids)).abs().max() <= MAX_DIFFERENCE
+    assert kv.tokens == run.tokens == 90
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_8_bit_handoff_stays_close(kind: str) -> None:
+    engine = tiny_engine(kind)
+    ids = ids_of_length(200)
+    expected = uninterrupted(engine, ids)
+    got = handed_over(engine, ids, 192, page.preset("safe"))
+    p, q = expected.log_softmax(-1), got.log_softmax(-1)
+    assert float((p.exp() * (p - q)).sum()) <= 1e-3
+    assert not torch.equal(expected, got), "8 bits can't be exact: were the pages used at all?"
+
+
+def test_a_wrong_cache_would_be_seen() -> None:
+    """The control: another conversation's KV moves the logits by far more than the tolerance."""
+    engine = tiny_engine()
+    ids, others = ids_of_length(100), ids_of_length(100, seed=2)
+    got = handed_over(engine, others[:64] + ids[64:], 64, page.preset("native"))
+    assert (got - uninterrupted(engine, ids)).abs().max() > 100 * MAX_DIFFERENCE
+
+
+def test_working_cache_and_transformers_cache_agree_over_several_chunks() -> None:
+    engine = tiny_engine()
+    assert engine.shape
+    ids = ids_of_length(2 * PREFILL_CHUNK_TOKENS + 7)
+    ours = engine.feed(engine.begin(KVCache(engine.shape)), ids)
+    theirs = engine.feed(engine.begin(None), ids)
+    assert (ours - theirs).abs().max() <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("kind", ["mamba", "gemma3_text"])
+def test_other_layer_kinds_are_refused_by_name(kind: str) -> None:
+    engine = tiny_engine(kind)
+    assert engine.refusal is not None and "can't be handed over" in engine.refusal
+    ids, run = ids_of_length(700), engine.begin(None)
+    engine.feed(run, ids[:600])
+    engine.feed(run, ids[600:650])
+    for token in ids[650:]:
+        logits = engine.feed(run, [token])
+    expected = uninterrupted(engine, ids)
+    assert (logits - expected).norm() / expected.norm() < 1e-3, "text replay must still be right"
+
+
+def test_a_model_that_continues_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Engine._forward
+
+    def forgets_positions(self: Engine, run: Run, ids: list[int]) -> torch.Tensor:
+        if run.kv is not None and run.tokens:
+            run = Run(DynamicCache(config=self.config), None, 0)
+        return original(self, run, ids)
+
+    monkeypatch.setattr(Engine, "_forward", forgets_positions)
+    refusal = tiny_engine().refusal
+    assert refusal is not None and "differently" in refusal
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 512),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, None),
+        ({"rope_type": "default", "rope_theta": 1e4}, None),
+    ],
+)
+def test_length_dependent_rope_limits_what_can_be_reused(rope: dict, limit: int | None) -> None:
+    engine = tiny_engine(max_position_embeddings=512, rope_parameters=rope)
+    assert engine.kv_limit_tokens == limit
+
+
+def test_longrope_limit_is_the_original_length() -> None:
+    factors = [1.0] * 6
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
+        "original_max_position_embeddings": 256,
+    }  # fmt: skip
+    engine = tiny_engine(
+        "phi3", max_position_embeddings=1024, original_max_position_embeddings=256, rope_parameters=rope
+    )
+    assert engine.kv_limit_tokens == 256
+
+
+def test_feeding_beyond_the_context_is_refused_before_anything_is_fed() -> None:
+    engine = tiny_engine(max_position_embeddings=64)
+    run = engine.begin(None)
+    engine.feed(run, ids_of_length(60))
+    with pytest.raises(ContextOverflow, match="70 > 64"):
+        engine.feed(run, ids_of_length(10))
+    assert run.tokens == 60
+
+
+def test_feeding_nothing_is_an_error() -> None:
+    engine = tiny_engine()
+    with pytest.raises(QKVShareError, match="at least one token"):
+        engine.feed(engine.begin(None), [])
+
+
+def test_cancelling_stops_between_chunks() -> None:
+    engine = tiny_engine()
+    calls: list[int] = []
+
+    def cancelled() -> bool:
+        calls.append(1)
+        return len(calls) > 1
+
+    run = engine.begin(None)
+    assert engine.feed(run, ids_of_length(3 * PREFILL_CHUNK_TOKENS), cancelled) is None
+    assert run.tokens == PREFILL_CHUNK_TOKENS
+
+
+def test_half_precision_is_exact_enough_to_be_used() -> None:
+    engine = Engine(tiny_model().to(torch.bfloat16), tiny_tokenizer())
+    assert engine.refusal is None and engine.shape is not None and engine.shape.dtype == torch.bfloat16
+    ids = ids_of_length(100)
+    got = handed_over(engine, ids, 64, page.preset("native"))
+    reference = uninterrupted(engine, ids)
+    assert (got - reference).norm() / reference.norm() < 0.03
+
+
+def test_a_template_is_required() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UnsupportedModel, match="chat template"):
+        Engine(tiny_model(), tokenizer)
