@@ -1,10 +1,12 @@
 """Ids -> text, token by token, cut at stop strings."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from qkvshare_agents.template import Encoder, Ids
 
 _UNFINISHED = "\ufffd"  # what incomplete UTF-8 decodes to
+_CHARACTER_BYTES = 4  # at most, and as many ids
 
 
 class Detokenizer:
@@ -40,7 +42,7 @@ class Detokenizer:
         return self._release(0)
 
     def _cut(self) -> None:
-        found = [at for at in (self.text.find(s, max(0, self._sent - len(s))) for s in self._stop) if at >= 0]
+        found = [at for at in (self.text.find(s, self._sent) for s in self._stop) if at >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
 
@@ -66,11 +68,15 @@ def ids_of(encoder: Encoder, ids: Sequence[int], text: str) -> Ids:
         return tuple(ids)
     if not text:
         return ()
+    # Decoded text grows with every id, so the cut is found by bisection; only parts of a character disturb that.
     if whole.endswith(text):
-        for start in range(1, len(ids)):
+        near = bisect_left(range(len(ids)), -len(text), key=lambda start: -len(decode(ids[start:])))
+        for start in range(max(near - _CHARACTER_BYTES, 0), near + 1):
             if decode(ids[start:]) == text:
                 return tuple(ids[start:])
-    kept = len(ids)
+    shared = next((i for i, (a, b) in enumerate(zip(whole, text, strict=False)) if a != b), min(len(whole), len(text)))
+    kept = bisect_right(range(len(ids)), shared, key=lambda stop: len(decode(ids[:stop])))
+    kept = min(kept + _CHARACTER_BYTES, len(ids))
     while kept and not text.startswith(decode(ids[:kept])):
         kept -= 1
     return (*ids[:kept], *encoder.text(text[len(decode(ids[:kept])) :]))

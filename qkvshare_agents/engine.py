@@ -206,10 +206,16 @@ class Engine:
         return float((a - b).norm() / b.norm()) <= tolerance  # False for NaN
 
     def _weights_stamp(self) -> tuple[Any, ...]:
-        """Changes when any parameter is written to in place, replaced, or joined by a LoRA adapter's."""
-        parameters = list(self.model.parameters())
-        versions = sum(p._version for p in parameters if not p.is_inference())
-        return len(parameters), versions, hash(tuple(p.data_ptr() for p in parameters)), _active_adapters(self.model)
+        """Changes when any weight is written to in place, replaced, or joined by a LoRA adapter's.
+
+        Writes through `.data`, as when an adapter is merged, move no version counter: one element of every
+        tensor is looked at, too.
+        """
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        versions = sum(t._version for t in tensors if not t.is_inference())
+        looked_at = torch.stack([t.detach()[tuple(n // 2 for n in t.shape)].float() for t in tensors]).tolist()
+        places = hash(tuple(t.data_ptr() for t in tensors))
+        return len(tensors), versions, tuple(looked_at), places, _active_adapters(self.model)
 
 
 def _shape_of(cache: Cache) -> KVShape:

@@ -35,8 +35,9 @@ class HostSettings:
 
     model: local directory, pulled name or Hub id. precision: a preset's name. budget_bytes: pages kept, over
     all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
-    of the relay layout. salt: hosts with another salt never find each other's pages. handoff: False replays
-    text on every turn, the baseline. measure_replay: also time a text replay after every turn.
+    of the relay layout. salt: hosts with another salt never find each other's pages (default: $QKVSHARE_SALT).
+    handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
+    every turn.
     """
 
     model: str
@@ -48,7 +49,7 @@ class HostSettings:
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
-    salt: str = field(default="", repr=False)
+    salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
     handoff: bool = True
     measure_replay: bool = False
 
@@ -161,13 +162,13 @@ class Host:
         first_ms = first_ms or _ms_since(started)
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
-        reasons = decision.reasons + self._keep(run, (*prompt.ids, *speech.ids), turn.speaker.name)
+        reasons = decision.reasons + self._keep(run, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
         self.ledger.record(ledger_key(text, calls), speech.spoken_ids)
         total_ms = _ms_since(started)
         report = HandoffReport(
             agent=turn.speaker.name,
-            source=match.owner,
+            source=prompt.last_answerer(decision.reused_tokens),
             mode=decision.mode,
             reasons=reasons,
             prompt_tokens=len(prompt.ids),
@@ -194,10 +195,10 @@ class Host:
         elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
             refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
         if refusal or engine.shape is None:
-            return engine.begin(None), NO_MATCH, plan(len(prompt.ids), prompt.settled, 0, refusal=refusal), 0.0
+            return engine.begin(None), NO_MATCH, plan(prompt.settled, 0, refusal=refusal), 0.0
         store = self.store
         match = store.match(prompt.ids[:-1])  # one token must be run in any case
-        decision = plan(len(prompt.ids), prompt.settled, match.tokens, evicted_pages=store.evicted_pages)
+        decision = plan(prompt.settled, match.tokens, evicted_pages=store.evicted_pages)
         importing = time.perf_counter()
         if self._kv is None or self._kv.shape != engine.shape:
             self._kv = KVCache(engine.shape)
@@ -205,7 +206,7 @@ class Host:
         self._kv.load(match.runs)
         return engine.begin(self._kv), match, decision, _ms_since(importing)
 
-    def _keep(self, run: Run, ids: Sequence[int], owner: str) -> tuple[str, ...]:
+    def _keep(self, run: Run, ids: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
         if run.kv is None:
             return ()
@@ -220,7 +221,7 @@ class Host:
         fed = ids[: run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
             sealed_tokens = len(fed) - self.precision.residual_length
-            self.store.extend(fed, owner, self.precision.page_size, sealed_tokens, make_page)
+            self.store.extend(fed, self.precision.page_size, sealed_tokens, make_page)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         return ()

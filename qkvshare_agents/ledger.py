@@ -107,6 +107,7 @@ class Roster:
         """
         if told:
             return told, True
+        nameless = f"#{hash_name(instruction)}"
         with self._lock:
             members = self._scopes.get(scope, {})
             if running is not None:
@@ -114,14 +115,14 @@ class Roster:
                 if known is None or known.instruction == instruction or last == running:
                     return running, True
             same = [m.name for m in members.values() if instruction and m.instruction == instruction]
-        nameless = f"#{hash_name(instruction)}"
-        if last is not None:
+            if last in members and last not in same and same:
+                last = None  # it handed off to a member that is known by its instruction
+            if last is None:
+                return (same[0], True) if same else (nameless, False)
             if nameless in members:  # met before it had said anything: keep its cues as they were
-                with self._lock:
-                    met = self._scopes[scope].pop(nameless)
-                    self._scopes[scope].setdefault(last, replace(met, name=last))
+                met = members.pop(nameless)
+                members.setdefault(last, replace(met, name=last))
             return last, True
-        return (same[0], True) if same else (nameless, False)
 
 
 def hash_name(instruction: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qkvshare_agents import codec
 from qkvshare_agents.codec import Encoded
-from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.errors import CodecError, InvalidSetting
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Precision:
 
     key_bits, value_bits: width of the codes; both None keeps pages native (exact).
     page_size: tokens in a sealed page. num_sink_tokens: first tokens of a sequence that stay native.
-    residual_length: newest tokens that stay native (the unfilled page always does).
+    residual_length: newest tokens that stay native (the unfilled page always does). rotate_keys: spread keys'
+    outlying channels over the head dimension before quantizing.
     """
 
     key_bits: int | None = 8
@@ -31,6 +32,7 @@ class Precision:
     page_size: int = 64
     num_sink_tokens: int = 4
     residual_length: int = 0
+    rotate_keys: bool = True
 
     def __post_init__(self) -> None:
         widths = (*codec.WIDTHS, None)
@@ -85,6 +87,8 @@ class Page:
     def open_into(self, keys: Tensor, values: Tensor) -> None:
         """Write the first `keys.shape[-2]` tokens, in the reader's precision, into views [L, H, t, D]."""
         wanted, split = keys.shape[-2], 0
+        if wanted > self.tokens:
+            raise CodecError(f"the page holds {self.tokens} tokens, not {wanted}")
         if self.native:
             split = min(wanted, self.native[0].shape[-2])
             keys[..., :split, :].copy_(self.native[0][..., :split, :])
@@ -108,7 +112,7 @@ def seal(keys: Tensor, values: Tensor, precision: Precision, *, starts_sequence:
     return Page(
         native,
         (
-            codec.encode(keys[..., sinks:, :], precision.key_bits, "channel"),
+            codec.encode(keys[..., sinks:, :], precision.key_bits, "channel", rotate=precision.rotate_keys),
             codec.encode(values[..., sinks:, :], precision.value_bits, "token", symmetric=True),
         ),
     )

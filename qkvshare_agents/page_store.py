@@ -13,23 +13,25 @@ fingerprint and the tenant's salt.
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.page import Page
 
 SHORTEST_SLICE = 16  # tokens; reading less than this again is cheaper than a node for it
+
+Ids = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Node:
     """A run of token ids and the page with their KV. `page` may hold more tokens than the run (a slice)."""
 
-    ids: tuple[int, ...]
-    page: Page | None
+    ids: Ids
+    page: Page
     parent: "Node | None"
     key: bytes
-    owner: str = ""
     sealed: bool = True  # else the unfilled page and residual window: native, a leaf, replaced when it grows
     children: list["Node"] = field(default_factory=list)
     last_used: int = 0
@@ -46,7 +48,6 @@ class Match:
     def runs(self) -> Iterator[tuple[Page, int]]:
         """(page, tokens of it to read), in order."""
         for node in self.nodes:
-            assert node.page is not None
             yield node.page, (self.last_tokens if node is self.nodes[-1] else len(node.ids))
 
     @property
@@ -56,12 +57,7 @@ class Match:
     @property
     def nbytes(self) -> int:
         """Stored bytes of the pages, each counted once."""
-        return sum(page.nbytes for page in {id(n.page): n.page for n in self.nodes if n.page}.values())
-
-    @property
-    def owner(self) -> str:
-        """Who computed the last page of the match."""
-        return self.nodes[-1].owner if self.nodes else ""
+        return _nbytes(_pages(self.nodes))
 
 
 NO_MATCH = Match((), 0)
@@ -75,19 +71,21 @@ class PageStore:
         self.evicted_pages = 0
         self._lock = threading.Lock()
         self._clock = itertools.count(1)
-        self._root = Node((), None, None, root_key)
+        self._root = Node((), Page(None, None), None, root_key)
 
     def match(self, ids: Sequence[int]) -> Match:
-        """The longest stored prefix of `ids`, compared id by id. Touches the path it returns."""
+        """The longest stored prefix of `ids`, compared id by id. Touches the path it returns.
+
+        Up to SHORTEST_SLICE - 1 tokens less when the ids part (or end) inside a page.
+        """
         with self._lock:
-            match = self._find(ids)
+            match = self._find(tuple(ids))
             self._touch(match.nodes)
             return match
 
     def extend(
         self,
         ids: Sequence[int],
-        owner: str,
         page_size: int,
         sealed_tokens: int,
         make_page: Callable[[int, int, bool], Page],
@@ -96,23 +94,25 @@ class PageStore:
 
         Full pages up to `sealed_tokens` are made with make_page(start, stop, True), the open rest with
         make_page(start, stop, False). Pages are made outside the lock and put into the tree afterwards, all
-        or none: an error or a cancellation in between leaves the store as it was.
+        or none: an error or a cancellation in between leaves the store as it was. Raises InvalidSetting for
+        an id that is negative or has more than 63 bits.
         """
+        run = tuple(ids)
+        if run and not 0 <= min(run) <= max(run) < 2**63:
+            raise InvalidSetting(f"token ids must be in 0 ... 2**63 - 1; these are in {min(run)} ... {max(run)}")
         with self._lock:
-            match = self._find(ids)
-        if match.tokens == len(ids):
-            return 0
-        base, start = self._base(match)
-        spans = [(t, t + page_size, True) for t in range(start, sealed_tokens - page_size + 1, page_size)]
-        if (end := spans[-1][1] if spans else start) < len(ids):
-            spans.append((end, len(ids), False))
+            found = self._find(run)
+            if found.tokens == len(run):
+                self._touch(found.nodes)
+                return 0
+            base = self._find(run, sealed_only=True)  # open runs are replaced, not extended
+        spans = list(_spans(base.tokens, len(run), page_size, sealed_tokens))
         pages = [make_page(*span) for span in spans]
         with self._lock:
-            node = self._slice(base, match)
-            rest = tuple(ids[start:])
-            node.children = [c for c in node.children if c.sealed or c.ids != rest[: len(c.ids)]]
-            for (first, stop, sealed), page in zip(spans, pages, strict=True):
-                node = self._child(node, tuple(ids[first:stop]), page, owner, sealed)
+            self._drop_outgrown(run)
+            node = self._end(base)
+            for (start, stop, sealed), page in zip(spans, pages, strict=True):
+                node = self._child(node, run[start:stop], page, sealed)
             self._touch(_path(node))
             self._evict()
         return len(pages)
@@ -126,51 +126,56 @@ class PageStore:
     def nbytes(self) -> int:
         """Bytes of all stored pages as held in memory, a shared page counted once."""
         with self._lock:
-            return sum(page.nbytes for page in self._pages().values())
+            return _nbytes(_pages(_walk(self._root)))
 
     @property
     def page_count(self) -> int:
         with self._lock:
-            return len(self._pages())
+            return len(_pages(_walk(self._root)))
 
-    def _pages(self) -> dict[int, Page]:
-        return {id(node.page): node.page for node in _walk(self._root) if node.page is not None}
+    def _agreeing(self, ids: Ids) -> Iterator[tuple[Node, int, int]]:
+        """Every run that begins as `ids` go on at its place: (node, tokens before it, tokens that agree)."""
+        stack = [(self._root, 0)]
+        while stack:
+            parent, start = stack.pop()
+            for child in parent.children:
+                if common := _common(child.ids, ids[start : start + len(child.ids)]):
+                    yield child, start, common
+                if common == len(child.ids):
+                    stack.append((child, start + common))
 
-    def _find(self, ids: Sequence[int]) -> Match:
-        path: list[Node] = []
-        node, start, last = self._root, 0, 0
-        while True:
-            best, common = _best_child(node, ids, start)
-            if best is None or common < min(len(best.ids), SHORTEST_SLICE):
-                break
-            path.append(best)
-            last, node, start = common, best, start + common
-            if common < len(best.ids):
-                break
-        return Match(tuple(path), last) if path else NO_MATCH
+    def _find(self, ids: Ids, *, sealed_only: bool = False) -> Match:
+        """The longest match; of equals the one whose last run is used up, which needs no slice to branch from."""
+        last, last_tokens, best = None, 0, (0, False)
+        for node, start, common in self._agreeing(ids):
+            rank = (start + common, common == len(node.ids))
+            long_enough = common >= min(len(node.ids), SHORTEST_SLICE)
+            if long_enough and rank > best and (node.sealed or not sealed_only):
+                last, last_tokens, best = node, common, rank
+        return Match(tuple(_path(last)), last_tokens) if last else NO_MATCH
 
-    def _base(self, match: Match) -> tuple[Node, int]:
-        """The node below which new pages go, and the tokens before it. Open runs are replaced, not extended."""
-        nodes = list(match.nodes)
-        tokens = match.tokens
-        if nodes and not nodes[-1].sealed:
-            tokens -= match.last_tokens
-            nodes.pop()
-        return (nodes[-1] if nodes else self._root), tokens
+    def _drop_outgrown(self, ids: Ids) -> None:
+        """Remove open runs that `ids` go on from."""
+        for node, _, common in list(self._agreeing(ids)):
+            if not node.sealed and common == len(node.ids):
+                _remove(node)
 
-    def _slice(self, base: Node, match: Match) -> Node:
-        """`base`, or the node that uses only its first tokens when the match ends inside its page."""
-        if base is self._root or base is not match.nodes[-1] or match.last_tokens == len(base.ids):
-            return base
-        assert base.page is not None and base.parent is not None
-        return self._child(base.parent, base.ids[: match.last_tokens], base.page, base.owner)
+    def _end(self, base: Match) -> Node:
+        """The node below which new pages go: the match's last, or a slice of it when it is not used up."""
+        if not base.nodes:
+            return self._root
+        last = base.nodes[-1]
+        if base.last_tokens == len(last.ids):
+            return last
+        assert last.parent is not None
+        return self._child(last.parent, last.ids[: base.last_tokens], last.page)
 
-    def _child(self, parent: Node, ids: tuple[int, ...], page: Page, owner: str, sealed: bool = True) -> Node:
+    def _child(self, parent: Node, ids: Ids, page: Page, sealed: bool = True) -> Node:
         for child in parent.children:
             if child.ids == ids or (not sealed and child.ids[: len(ids)] == ids):
                 return child  # stored meanwhile, a slice that another branch made, or a longer run that covers it
         key = hashlib.sha256(parent.key + b"".join(i.to_bytes(8, "little") for i in ids)).digest()
-        node = Node(ids, page, parent, key, owner, sealed)
+        node = Node(ids, page, parent, key, sealed)
         parent.children.append(node)
         return node
 
@@ -181,36 +186,54 @@ class PageStore:
 
     def _evict(self) -> None:
         """Drop least recently used runs, newest tokens first, until the budget holds."""
-        while sum(page.nbytes for page in self._pages().values()) > self.budget_bytes:
-            leaves = [node for node in _walk(self._root) if not node.children and node.parent is not None]
-            oldest = min(leaves, key=lambda node: node.last_used)
-            assert oldest.parent is not None
-            oldest.parent.children.remove(oldest)
-            self.evicted_pages += 1
+        stored = len(_pages(_walk(self._root)))
+        while (pages := _pages(_walk(self._root))) and _nbytes(pages) > self.budget_bytes:
+            _remove(min((n for n in _walk(self._root) if not n.children), key=lambda node: node.last_used))
+        self.evicted_pages += stored - len(pages)
 
 
-def _best_child(node: Node, ids: Sequence[int], start: int) -> tuple[Node | None, int]:
-    """The child that agrees with `ids[start:]` longest; of equals the one that is used up, so that walking goes on."""
-    best, common = None, 0
-    for child in node.children:
-        limit = min(len(child.ids), len(ids) - start)
-        agree = next((i for i in range(limit) if child.ids[i] != ids[start + i]), limit)
-        if agree > common or (agree == common and agree == len(child.ids) > 0):
-            best, common = child, agree
-    return best, common
+def _spans(start: int, end: int, page_size: int, sealed_tokens: int) -> Iterator[tuple[int, int, bool]]:
+    """(start, stop, sealed): full pages up to `sealed_tokens`, then what stays open."""
+    while start + page_size <= min(sealed_tokens, end):
+        yield start, start + page_size, True
+        start += page_size
+    if start < end:
+        yield start, end, False
+
+
+def _common(a: Ids, b: Ids) -> int:
+    if a == b:
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _path(node: Node) -> list[Node]:
+    """From the root's child to `node`."""
     path = []
     while node.parent is not None:
         path.append(node)
         node = node.parent
-    return path
+    return path[::-1]
+
+
+def _remove(node: Node) -> None:
+    assert node.parent is not None
+    node.parent.children.remove(node)
 
 
 def _walk(root: Node) -> Iterator[Node]:
-    stack = [root]
+    """Every node but the root."""
+    stack = [*root.children]
     while stack:
         node = stack.pop()
         stack.extend(node.children)
         yield node
+
+
+def _pages(nodes: Iterable[Node]) -> list[Page]:
+    """Each page once: slices share theirs."""
+    return list({id(node.page): node.page for node in nodes}.values())
+
+
+def _nbytes(pages: Iterable[Page]) -> int:
+    return sum(page.nbytes for page in pages)

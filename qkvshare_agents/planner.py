@@ -23,7 +23,6 @@ class Plan:
 
 
 def plan(
-    prompt_tokens: int,
     settled_tokens: int,
     matched_tokens: int,
     *,
@@ -42,7 +41,7 @@ def plan(
             return Plan(Mode.TEXT, 0, ("first turn: nothing was computed before",))
         return Plan(Mode.TEXT, 0, (_why_short(0, settled_tokens, evicted_pages),))
     # the last token of an answer that hit its length limit was never fed, so its KV does not exist
-    if matched_tokens >= settled_tokens - 1 > 0:
+    if 0 < settled_tokens <= matched_tokens + 1:
         return Plan(Mode.KV, matched_tokens, ())
     if settled_tokens == 0:
         return Plan(Mode.PARTIAL, matched_tokens, ("first turn: shares only its beginning with another conversation",))
@@ -52,5 +51,5 @@ def plan(
 def _why_short(matched: int, settled: int, evicted_pages: int) -> str:
     where = f"stored KV agrees with {matched} of {settled} tokens"
     if evicted_pages:
-        return f"{where}; {evicted_pages} pages were evicted for the byte budget"
+        return f"{where}; {evicted_pages} pages were evicted so far for the byte budget"
     return f"{where}: from there the transcript was edited, private to an agent, or computed elsewhere"

@@ -28,6 +28,8 @@ def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine
         host = _hosts.get(name)
         if host is None:
             host = _hosts[name] = Host(settings, engine)
+        elif engine is not None and engine is not host.engine:
+            raise HostConflict(f"host {name!r} is open with another loaded model; use another host name")
         elif host.settings != settings:
             theirs, ours = asdict(host.settings), asdict(settings)
             differ = ", ".join(

@@ -1,6 +1,6 @@
 """What a handoff saved and cost."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class HandoffReport:
     """One turn. Times are measured on the turn itself; bytes are those of the stored tensors.
 
-    agent, source: whose turn it was, and who computed the KV it started from ("" if nobody).
+    agent, source: whose turn it was, and whose answer is the last one in the KV it started from ("" if none is).
     reused_tokens + prefilled_tokens = prompt_tokens. payload_bytes: pages handed over, scales, sinks and
     native tokens included. fp16_bytes: the same tokens in a 16-bit cache. import_ms: pages into the working
     cache. first_token_ms: from the start of the turn to the first token, import included. transfer_ms: 0
@@ -58,27 +58,34 @@ class HandoffReport:
         }
 
 
-def table(reports: Iterable[HandoffReport]) -> "Table":
-    """The turns of a conversation, one a line, for a terminal."""
+def table(reports: Sequence[HandoffReport]) -> "Table":
+    """The turns of a conversation, one a line, in 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    shown = Table(title="Handoffs", show_lines=False, title_justify="left")
-    for name in ("hop", "agent", "from", "mode"):
-        shown.add_column(name)
-    numbers = ("reused", "prefilled", "payload KB", "of fp16", "quantize", "transfer", "import", "1st token", "replay")
-    for name in numbers:
-        shown.add_column(name, justify="right")
-    notes = []
+    shown = Table(title="Handoffs", box=box.SIMPLE_HEAD, padding=0, title_justify="left")
+    for name in ("#", "agent", "from", "mode"):
+        shown.add_column(name, vertical="bottom", max_width=12, overflow="ellipsis", no_wrap=True)
+    moved = any(r.transfer_ms for r in reports)
+    times = (
+        ("quan-\ntize", "trans-\nfer", "im-\nport", "first\ntoken")
+        if moved
+        else ("quan-\ntize", "im-\nport", "first\ntoken")
+    )
+    for name in ("tokens\nreused", "\nread", "KV\nMB", "of\nfp16", *times, "text\nreplay", "\n×"):
+        shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for hop, r in enumerate(reports, 1):
         replay, ratio = r.replay_first_token_ms, r.payload_ratio
         shown.add_row(
-            str(hop), r.agent, r.source or "-", r.mode.value,
-            str(r.reused_tokens), str(r.prefilled_tokens), f"{r.payload_bytes / 1000:,.0f}",
-            "-" if ratio is None else f"{ratio:.2f}",
-            *(f"{ms:.1f}" for ms in (r.quantize_ms, r.transfer_ms, r.import_ms, r.first_token_ms)),
-            "-" if replay is None else f"{replay:.1f} ({replay / r.first_token_ms:.1f}x)",
+            str(hop), r.agent, r.source or "-", r.mode.value, str(r.reused_tokens), str(r.prefilled_tokens),
+            f"{r.payload_bytes / 1e6:.1f}", "-" if ratio is None else f"{ratio:.2f}",
+            *(f"{ms:.1f}" for ms in (r.quantize_ms, *([r.transfer_ms] if moved else []), r.import_ms)),
+            f"{r.first_token_ms:.0f}",
+            *(("-", "-") if replay is None else (f"{replay:.0f}", f"{replay / r.first_token_ms:.1f}")),
         )  # fmt: skip
-        notes += [f"hop {hop}: {reason}" for reason in r.reasons]
-    shown.caption = "\n".join(["times in ms; replay: first token when the same tokens are read again", *notes])
-    shown.caption_justify = "left"
+    notes = ["times in ms; text replay: first token when the same tokens are read again"]
+    if not moved:
+        notes.append("transfer: 0 ms, a handoff within one process is a reference")
+    notes += [f"{hop}: {reason}" for hop, r in enumerate(reports, 1) for reason in r.reasons]
+    shown.caption, shown.caption_justify = "\n".join(notes), "left"
     return shown

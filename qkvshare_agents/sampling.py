@@ -33,6 +33,7 @@ class Sampling:
             "0 < top_p <= 1": 0 < self.top_p <= 1,
             "top_k >= 0 (0: off)": self.top_k >= 0,
             "repetition_penalty > 0": self.repetition_penalty > 0,
+            "seed with at most 64 bits, or None": self.seed is None or -(2**63) <= self.seed < 2**64,
             "max_tokens >= 1 or None": self.max_tokens is None or self.max_tokens >= 1,
             "stop strings that are not empty": all(isinstance(s, str) and s for s in self.stop),
         }

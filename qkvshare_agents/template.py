@@ -2,90 +2,45 @@
 
 Rendering a whole conversation with `apply_chat_template` is not append-only: Llama-2 puts spaces around
 answers, Llama-3 and Gemma trim them, Qwen3 drops earlier thoughts, dates change at midnight, and text that is
-encoded again gives other ids than were generated. So the template is rendered with placeholders, once, the
-delimiters between them are kept as ids, and prompts are put together from delimiters and segments.
+encoded again gives other ids than were generated. So the template is rendered with placeholders, once, and
+prompts are put together from the markup between them and from segments of text, each encoded on its own.
 """
 
 import datetime
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-from tokenizers import Tokenizer
 
+from qkvshare_agents.encoder import ANCHOR, Encoder, Ids
 from qkvshare_agents.errors import UnsupportedModel
 
-Ids = tuple[int, ...]
+__all__ = ["Encoder", "Ids", "Template"]
+
 _SYSTEM, _USER, _ANSWER, _NEXT = "Qzsystem7Qz", "Qzuser7Qz", "Qzanswer7Qz", "Qznext7Qz"
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_TOOL_NAME = "Qztool7Qz"
 _TOOL = {
     "type": "function",
     "function": {
-        "name": "Qztool7Qz",
+        "name": _TOOL_NAME,
         "description": "Qzdescription7Qz",
         "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
     },
 }
 
 
-class Encoder:
-    """Text to ids and back on copies of the tokenizer's backend, without shared switches: thread-safe."""
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self._markup = Tokenizer.from_str(backend.to_str())
-        self._markup.no_truncation()
-        self._markup.no_padding()
-        self._text = Tokenizer.from_str(self._markup.to_str())
-        self._text.encode_special_tokens = True
-        self._anchor: str = ""
-        self._anchor_ids: list[int] = []
-
-    def markup(self, text: str) -> Ids:
-        """Ids of delimiters: special tokens are recognised."""
-        return tuple(self._markup.encode(text, add_special_tokens=False).ids)
-
-    def text(self, text: str) -> Ids:
-        """Ids of what somebody wrote: `<|im_end|>` in a message is plain text and can't end its turn."""
-        if not text:
-            return ()
-        if self._anchor:
-            ids = self._text.encode(self._anchor + text, add_special_tokens=False).ids
-            if ids[: len(self._anchor_ids)] == self._anchor_ids:
-                return tuple(ids[len(self._anchor_ids) :])
-        return tuple(self._text.encode(text, add_special_tokens=False).ids)
-
-    def anchor(self, anchor: str) -> None:
-        """Encode text as it would be behind `anchor` (tokenizers that put a space before a string's first word)."""
-        self._anchor, self._anchor_ids = anchor, self._text.encode(anchor, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        return self._markup.decode(list(ids), skip_special_tokens=not keep_special)
-
-    def special_id(self, token: str) -> int | None:
-        return self._markup.token_to_id(token)
-
-
-@dataclass(frozen=True)
-class Delimiters:
-    """Markup between the parts of a conversation, as text.
-
-    head: before the first user text, with the system text's placeholder in it unless `folds_system`.
-    turn: ends a user text and opens the answer. close: ends an answer and opens the next user text;
-    end: its first half, which ends the answer.
-    """
-
-    head: str
-    turn: str
-    close: str
-    end: str
-    folds_system: bool
-
-
 class Template:
     """The markup of one model's chat template, and the ids that segments of a prompt become.
+
+    turn: ids that end a user text and open the answer, complete with a thought that the template opens.
+    thought: that opening, usually none. past_turn: `turn` without it, as it stands before an earlier answer,
+    whose thoughts are not shown again. close: ids that end an answer and open the next user text; end: its
+    first half. folds_system: the system text has no place of its own and goes in front of the first user text.
+    supports_tools: the template renders tool schemas.
 
     Raises UnsupportedModel when the tokenizer has no chat template, or one that can't hold a conversation of
     user and assistant turns.
@@ -95,150 +50,156 @@ class Template:
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedModel(f"{type(tokenizer).__name__} has no fast tokenizer; convert it to tokenizer.json")
         if not getattr(tokenizer, "chat_template", None):
-            raise UnsupportedModel("the tokenizer has no chat template; set tokenizer.chat_template")
+            raise UnsupportedModel(
+                "the tokenizer has no chat template; use an instruct or chat model, or set tokenizer.chat_template"
+            )
         self._tokenizer = tokenizer
-        day = date or datetime.date.today()
-        # frozen, since a prefix with today's date would die at midnight
-        self._options = {
-            "enable_thinking": thinking,
-            "date_string": day.strftime("%d %b %Y"),
-            "strftime_now": lambda form: datetime.datetime.combine(day, datetime.time()).strftime(form),
-        }
-        self.encoder = Encoder(tokenizer.backend_tokenizer)
-        self.delimiters = self._probe()
-        self.supports_tools = _TOOL["function"]["name"] in (self._try_head([_TOOL]) or "")  # type: ignore[index]
-        self._fit_encoder()
-        self.turn = self.encoder.markup(self.delimiters.turn)
-        self.close = self.encoder.markup(self.delimiters.close)
-        self.end = self.encoder.markup(self.delimiters.end)
-        self.opens_thought = self.delimiters.turn.rstrip().endswith("<think>")
-        self._head = lru_cache(maxsize=64)(self._head_parts)
+        self._date = date or datetime.date.today()  # frozen: a prefix with today's date would die at midnight
+        self._options = {"enable_thinking": thinking, "date_string": self._date.strftime("%d %b %Y")}
+        chat = [_message("user", _USER), _message("assistant", _ANSWER), _message("user", _NEXT)]
+        head, opened, close, turn = _split(self._render(chat, generate=True), _USER, _ANSWER, _NEXT)
+        ended = _split(self._render(chat[:2]), _ANSWER)[1]
+        # Spaces beside an answer belong to the template's rendering, not to what a model generates.
+        bare = opened.rstrip(" ")
+        self._answer_spaces = opened[len(bare) :]
+        turn = bare if bare.startswith(turn) else turn  # a template may ignore add_generation_prompt
+        self._close, self._turn = close.lstrip(" "), turn
+        self.encoder = Encoder(tokenizer.backend_tokenizer, head + self._close + turn)
 
-    @property
-    def folds_system(self) -> bool:
-        """Whether the system text has no place of its own and goes in front of the first user text."""
-        return self.delimiters.folds_system
+        self.opens_thought = turn.rstrip().endswith("<think>")
+        at = turn.rindex("<think>") if self.opens_thought else len(turn)
+        self._thought = turn[at:]
+        self.past_turn, self.thought = self._fill(turn[:at]), self._fill(turn[at:])
+        self.turn = self.past_turn + self.thought
+        self.close = self._fill(self._close)
+        self.end = _common(self.close, self._fill(ended.lstrip(" ")))
 
-    def head(self, system: str, tools: Sequence[dict[str, Any]] = ()) -> Ids:
-        """Ids before the first user text. With `folds_system`, `system` must be empty."""
-        before, after = self._head(bool(system), json.dumps(list(tools), sort_keys=True))
-        return (*before, *self.encoder.text(system), *after) if system else before
+        self._head = lru_cache(maxsize=64)(self._head_form)
+        self._results = lru_cache(maxsize=64)(self._results_form)
+        self.folds_system = _SYSTEM not in self._try_head(True, [])
+        self.supports_tools = _TOOL_NAME in self._try_head(not self.folds_system, [_TOOL])
+
+    def head(self, system: str, tools: Sequence[Mapping[str, Any]] = (), user: str = "") -> Ids:
+        """Ids up to and with the first user text. With `folds_system`, `system` must be empty."""
+        form, texts = self._head(bool(system), json.dumps(list(tools), ensure_ascii=False))
+        return self._fill(form, {**texts, _SYSTEM: system, _USER: user}, begins=True)
+
+    def user(self, text: str) -> Ids:
+        """Ids that end an answer, and the user text behind it."""
+        return self._fill(self._close + _USER, {_USER: text})
+
+    def answer(self, text: str) -> Ids:
+        """Ids of an answer of which the generated ids are not known."""
+        spaces = "" if text.startswith(" ") else self._answer_spaces
+        return self.encoder.text(spaces + text if text else "", self.encoder.context(self._turn))
 
     def stop_ids(self, eos: Sequence[int]) -> frozenset[int]:
-        """Ids that end a turn: the configured ones and the token that closes an answer in the template."""
-        own = self.end[:1] if self.end and self._is_special(self.end[0]) else ()
-        return frozenset((*eos, *own))
+        """Ids that end a turn: the configured ones and the first control token behind an answer."""
+        own = [i for i in self.close if i in self.encoder.control_ids]
+        return frozenset((*eos, *own[:1]))
 
     def tool_results(self, results: Sequence[tuple[str, str, str]]) -> Ids | None:
         """Ids between an answer that called tools and the next answer, in the template's own form.
 
-        results: (call id, tool name, content). None if the template has no such form.
+        results: (call id, tool name, content). None if the template has no such form. As with `past_turn`,
+        an opened thought is left to the caller.
         """
-        holders = [f"Qzresult{i}Qz" for i in range(len(results))]
-        calls = [
-            {"id": call_id[-9:], "type": "function", "function": {"name": name, "arguments": {}}}
-            for call_id, name, _ in results
-        ]
-        asked = [
-            {"role": "user", "content": _USER},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
-        told = [
-            {"role": "tool", "tool_call_id": call_id[-9:], "name": name, "content": holder}
-            for (call_id, name, _), holder in zip(results, holders, strict=True)
-        ]
-        if not self.supports_tools:
+        form = self._results(len(results)) if self.supports_tools else None
+        if form is None:
             return None
-        try:
-            before = self._render(asked, tools=[_TOOL])
-            rendered = self._render(asked + told, tools=[_TOOL], generate=True)
-        except UnsupportedModel:
-            return None
-        if not rendered.startswith(before) or not before.endswith(self.delimiters.end):
-            return None
-        pieces = re.split("|".join(holders), rendered[len(before) :])
-        if len(pieces) != len(results) + 1:
-            return None
-        ids = self.end + self.encoder.markup(pieces[0])
-        for (_, _, content), piece in zip(results, pieces[1:], strict=True):
-            ids += self.encoder.text(content) + self.encoder.markup(piece)
+        texts: dict[str, str] = {}
+        for holders, (call_id, name, content) in zip(map(_result_holders, range(len(results))), results, strict=True):
+            if f'"{holders[2]}"' in form:  # the template writes results as JSON strings
+                content = json.dumps(content, ensure_ascii=False)[1:-1]
+            texts |= zip(holders, (call_id[-9:], name, content), strict=True)
+        return self._fill(form, texts)
+
+    def _fill(self, form: str, texts: Mapping[str, str] | None = None, *, begins: bool = False) -> Ids:
+        """Ids of markup with texts in place of their holders. begins: nothing stands before it."""
+        texts = texts or {}
+        pieces = re.split(f"({'|'.join(texts)})", form) if texts else [form]
+        ids: Ids = ()
+        before, spaces = "" if begins else ANCHOR, ""
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                text = texts[piece]
+                ids += self.encoder.text(spaces + text if text else "", before)
+                before, spaces = ANCHOR, ""
+                continue
+            # A space in front of a word is part of the word's token.
+            markup = piece.rstrip(" ") if index + 1 < len(pieces) else piece
+            spaces = piece[len(markup) :]
+            if markup:
+                ids += self.encoder.markup(markup, before)
+                before = self.encoder.context(markup)
         return ids
 
-    def _probe(self) -> Delimiters:
-        chat = [_message("user", _USER), _message("assistant", _ANSWER), _message("user", _NEXT)]
-        head = self._try_head([])
-        if folds := head is None or _SYSTEM not in head:
-            head, _, _, _ = _split(self._render(chat, generate=True), _USER, _ANSWER, _NEXT)
-        _, _, close, turn = _split(self._render(chat, generate=True), _USER, _ANSWER, _NEXT)
-        _, end = _split(self._render(chat[:2]), _ANSWER)
-        # Spaces beside an answer belong to the template's rendering, not to what a model generates.
-        end, close = end.strip(" "), close.lstrip(" ")
-        shared = _common(close, end)
-        assert head is not None
-        return Delimiters(head, turn, close, close[: len(shared)], folds)
-
-    def _try_head(self, tools: list[dict[str, Any]]) -> str | None:
-        """What stands before the first user text when there is a system text; None if that is refused."""
+    def _try_head(self, with_system: bool, tools: list[dict[str, Any]]) -> str:
         try:
-            text = self._render([_message("system", _SYSTEM), _message("user", _USER)], tools=tools, generate=True)
+            return self._head(with_system, json.dumps(tools))[0]
         except UnsupportedModel:
-            return None
-        return _split(text, _USER)[0]
+            return ""
 
-    def _head_parts(self, with_system: bool, tools_json: str) -> tuple[Ids, Ids]:
-        tools = json.loads(tools_json)
-        if with_system:
-            before, after = _split(self._try_head(tools) or "", _SYSTEM)
-            return self.encoder.markup(before), self.encoder.markup(self._trim(after))
-        text = self._render([_message("user", _USER)], tools=tools, generate=True)
-        return self.encoder.markup(self._trim(_split(text, _USER)[0])), ()
+    def _head_form(self, with_system: bool, tools_json: str) -> tuple[str, dict[str, str]]:
+        """Markup up to the first user text, and what else to fill in: strings in tool schemas that would become
+        control tokens there."""
+        found = sorted((token for token in self.encoder.control if token in tools_json), key=len, reverse=True)
+        texts = {f"Qzcontrol{i}Qz": token for i, token in enumerate(found)}
+        for holder, token in texts.items():
+            tools_json = tools_json.replace(token, holder)
+        chat = [_message("system", _SYSTEM)] * with_system + [_message("user", _USER)]
+        return _split(self._render(chat, tools=json.loads(tools_json), generate=True), _USER)[0] + _USER, texts
 
-    def _fit_encoder(self) -> None:
-        """Choose how text is encoded behind a delimiter so that it gives the ids of the whole rendering."""
-        words = "Name two colours."
-        chat = [_message("user", words)]
-        native = self.encoder.markup(self._render(chat, generate=True))
-        head, tail = _split(self._render([_message("user", _USER)], generate=True), _USER)
-        for anchor, trims in (("", False), ("\n", False), ("", True), ("\n", True)):
-            self.encoder.anchor(anchor)
-            opened = self.encoder.markup(head.rstrip(" ") if trims else head)
-            if opened + self.encoder.text(words) + self.encoder.markup(tail) == native:
-                break
-        else:
-            self.encoder.anchor("")
-            trims = False
-        self._trims = trims
-        if trims:
-            d = self.delimiters
-            self.delimiters = Delimiters(d.head, d.turn, d.close.rstrip(" "), d.end, d.folds_system)
+    def _results_form(self, count: int) -> str | None:
+        """Markup from the end of an answer with `count` calls to the next answer, with holders."""
+        holders = [_result_holders(i) for i in range(count)]
+        told = [{"role": "tool", "tool_call_id": c, "name": n, "content": text} for c, n, text in holders]
+        empty: tuple[Any, ...] = ({}, "{}")
+        for arguments in empty:  # templates differ in what they expect
+            functions = [{"name": name, "arguments": arguments} for _, name, _ in holders]
+            calls = [{"id": h[0], "type": "function", "function": f} for h, f in zip(holders, functions, strict=True)]
+            chat = [_message("user", _USER), {**_message("assistant", ""), "tool_calls": calls}, *told]
+            try:
+                rendered = self._render(chat, tools=[_TOOL], generate=True)
+                _split(rendered, *(text for _, _, text in holders))
+            except UnsupportedModel:
+                continue
+            end = self.encoder.decode(self.end, keep_special=True)
+            start = rendered.rfind(end, 0, rendered.index(holders[0][2])) if end else -1
+            return rendered[start:].removesuffix(self._thought) if start >= 0 else None
+        return None
 
-    def _trim(self, text: str) -> str:
-        return text.rstrip(" ") if self._trims else text
-
-    def _render(self, chat: list[dict[str, Any]], *, tools: Any = None, generate: bool = False) -> str:
+    def _render(self, chat: Sequence[dict[str, Any]], *, tools: Any = None, generate: bool = False) -> str:
         try:
+            source = self._tokenizer.get_chat_template(tools=tools or None)
             return self._tokenizer.apply_chat_template(
-                chat, tools=tools or None, tokenize=False, add_generation_prompt=generate, **self._options
+                chat,
+                tools=tools or None,
+                chat_template=_CLOCK.sub(lambda form: repr(self._date.strftime(form[2])), source),
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self._options,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"the chat template refuses {[m['role'] for m in chat]}: {error}") from error
-
-    def _is_special(self, token_id: int) -> bool:
-        return not self.encoder.decode([token_id])
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+def _result_holders(index: int) -> tuple[str, str, str]:
+    """Placeholders of a call's id (Mistral insists on 9 characters), its tool's name and its result."""
+    return f"Qzid{index:03}Qz", f"Qzname{index}Qz", f"Qzresult{index}Qz"
+
+
 def _split(text: str, *holders: str) -> list[str]:
     """The pieces around each placeholder, which must occur once and in order."""
-    pieces = re.split("|".join(holders), text)
-    if len(pieces) != len(holders) + 1 or re.findall("|".join(holders), text) != list(holders):
+    if re.findall("|".join(holders), text) != list(holders):
         raise UnsupportedModel("the chat template drops, repeats or reorders user and assistant turns")
-    return pieces
+    return re.split("|".join(holders), text)
 
 
-def _common(a: str, b: str) -> str:
+def _common(a: Ids, b: Ids) -> Ids:
     length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:length]

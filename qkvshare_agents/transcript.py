@@ -63,10 +63,16 @@ def ledger_key(text: str, calls: Sequence[ToolCall]) -> str:
 @dataclass(frozen=True)
 class Prompt:
     """ids: the whole prompt. settled: how many of them stand before the newest user turn, so that an earlier
-    turn may have computed them."""
+    turn may have computed them. answers: where each earlier answer ends, and whose it is."""
 
     ids: Ids
     settled: int
+    answers: tuple[tuple[int, str], ...] = ()
+
+    def last_answerer(self, tokens: int) -> str:
+        """Whose answer is the last one within the first `tokens` ids ("" if none is)."""
+        # the last token of an answer that hit its length limit was never fed
+        return next((source for end, source in reversed(self.answers) if end <= tokens + 1), "")
 
 
 @dataclass(frozen=True)
@@ -90,34 +96,38 @@ def lay_out(
 ) -> Prompt:
     """The prompt for `speaker`'s next answer. `messages` come without the speaker's own leading system message."""
     if layout == "relay":
-        turns = _relay_turns(messages, speaker, members)
+        turns = _relay_turns(messages, speaker, members, ledger)
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
     if tools and not template.supports_tools:
-        system, tools = "\n\n".join(filter(None, (system, tools_text(tools)))), []
+        system, tools = _join(system, tools_text(tools)), []
     return _assemble(turns, system, tools, template, ledger)
 
 
-def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members) -> list[_Turn]:
+def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members, ledger: Ledger) -> list[_Turn]:
     turns: list[_Turn] = []
     pending: list[Message] = []
     introduced: set[str] = set()
+    unnamed = "" if speaker.label else speaker.name  # a caller without a name: so are its earlier answers
 
     def turn(name: str, answer: Message | None) -> _Turn:
-        member = speaker if name == speaker.name else members.get(name) or Member(name, name)
         asked = turns[-1].answer if turns else None
-        if asked and asked.calls and asked.source == name and pending and _only_results(pending):
+        if asked and (asked.source or unnamed) == name and _answers(asked, pending):
             return _Turn("", tuple(pending), answer)
-        cue = _cue(member, first=name not in introduced, alone=not turns)
+        member = speaker if name == speaker.name else members.get(name) or Member(name, name)
+        texts = [_plain(message, speaker.name) for message in pending]
+        instruction = "" if name in introduced else member.instruction
+        # An agent that was never instructed and talks to people only is not given a name, either.
+        alone = not member.instruction and any(texts) and introduced <= {name}
+        label = f"[{member.label}]" if member.label and not alone else ""
         introduced.add(name)
-        return _Turn("\n\n".join(filter(None, (*map(_plain, pending), cue))), (), answer)
+        return _Turn(_join(*texts, " ".join(filter(None, (label, instruction)))), (), answer)
 
     for message in messages:
-        is_member = message.source in members or message.source == speaker.name
-        if message.role == "assistant" or (message.role == "user" and is_member):
-            turns.append(turn(message.source, message))
+        if _is_answer(message, speaker, members, ledger):
+            turns.append(turn(message.source or unnamed, message))
             pending = []
         else:
             pending.append(message)
@@ -125,15 +135,23 @@ def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members)
     return turns
 
 
+def _is_answer(message: Message, speaker: Member, members: Members, ledger: Ledger) -> bool:
+    """Whether a member said this. Frameworks show other members' answers as the user's."""
+    if message.role != "user" or message.source in _HUMAN:
+        return message.role == "assistant"
+    if message.source == speaker.name:  # an orchestrator writes prompts to itself
+        return ledger.find(message.ledger_key) is not None
+    return message.source in members
+
+
 def _stock_turns(messages: Sequence[Message], speaker: Member) -> list[_Turn]:
     turns: list[_Turn] = []
     pending: list[Message] = []
 
     def turn(answer: Message | None) -> _Turn:
-        asked = turns[-1].answer if turns else None
-        if asked and asked.calls and pending and _only_results(pending):
+        if turns and turns[-1].answer and _answers(turns[-1].answer, pending):
             return _Turn("", tuple(pending), answer)
-        return _Turn("\n\n".join(filter(None, map(_plain, pending))), (), answer)
+        return _Turn(_join(*(_plain(message, speaker.name) for message in pending)), (), answer)
 
     for message in messages:
         if message.role == "assistant" and message.source in ("", speaker.name):
@@ -148,51 +166,55 @@ def _stock_turns(messages: Sequence[Message], speaker: Member) -> list[_Turn]:
 def _assemble(
     turns: Sequence[_Turn], system: str, tools: Sequence[Mapping[str, Any]], template: Template, ledger: Ledger
 ) -> Prompt:
-    folded = system if template.folds_system else ""
-    ids = list(template.head("" if template.folds_system else system, [dict(tool) for tool in tools]))
+    ids: list[int] = []
+    answers: list[tuple[int, str]] = []
     settled = 0
     for index, turn in enumerate(turns):
-        text = "\n\n".join(filter(None, (folded if index == 0 else "", turn.text)))
+        settled = len(ids)
         results = template.tool_results([(m.call_id, m.tool, m.text) for m in turn.results]) if turn.results else None
-        if index:
-            settled = len(ids)
         if results is None:
-            text = "\n\n".join(filter(None, (text, *map(_plain, turn.results))))
-            ids += template.close if index else ()
-            ids += template.encoder.text(text) + template.turn
+            text = _join(turn.text, *map(_plain, turn.results))
+            if index:
+                ids += template.user(text)
+            elif template.folds_system:
+                ids += template.head("", tools, _join(system, text))
+            else:
+                ids += template.head(system, tools, text)
+            ids += template.past_turn
         else:
             ids += results
         if turn.answer is not None:
-            ids += ledger.find(turn.answer.ledger_key) or template.encoder.text(_answer(turn.answer))
-    return Prompt(tuple(ids), settled)
+            ids += ledger.find(turn.answer.ledger_key) or template.answer(_answer(turn.answer))
+            answers.append((len(ids), turn.answer.source))
+    return Prompt((*ids, *template.thought), settled, tuple(answers))
 
 
-def _cue(member: Member, *, first: bool, alone: bool) -> str:
-    """`[name] instruction` the first time, `[name]` later; nothing for a lone caller without an instruction."""
-    instruction = member.instruction if first else ""
-    if alone and not instruction:
-        return ""
-    name = f"[{member.label}]" if member.label else ""
-    return " ".join(filter(None, (name, instruction)))
-
-
-def _plain(message: Message) -> str:
-    """A message as text inside a user turn; whoever is not human is named."""
+def _plain(message: Message, reader: str = "") -> str:
+    """A message as text inside a user turn; whoever is neither human nor the reader is named."""
     if message.role == "tool":
         return result_text(message.tool, message.text)
     text = _answer(message)
-    return text if message.role == "system" or message.source in _HUMAN else f"{message.source}: {text}"
+    named = message.role != "system" and message.source not in (*_HUMAN, reader)
+    return f"{message.source}: {text}" if named else text
 
 
 def _answer(message: Message) -> str:
     return "\n".join(filter(None, (message.text, calls_text(message.calls)))) if message.calls else message.text
 
 
-def _only_results(messages: Iterable[Message]) -> bool:
-    return all(message.role == "tool" for message in messages)
+def _answers(asked: Message, messages: Sequence[Message]) -> bool:
+    """Whether the messages are the results of the calls in `asked` and nothing else."""
+    ids = {call.id for call in asked.calls}
+    return bool(messages) and all(message.role == "tool" and message.call_id in ids for message in messages)
+
+
+def _join(*texts: str) -> str:
+    return "\n\n".join(filter(None, texts))
 
 
 def _union(groups: Iterable[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    """Each different tool once, sorted by name: the same header for every member."""
-    unique = {json.dumps(tool, sort_keys=True): tool for group in groups for tool in group}
+    """Each different tool once, in an order that does not depend on who asks: the same header for every member."""
+    unique: dict[str, Mapping[str, Any]] = {}
+    for _, tool in sorted(((json.dumps(tool), tool) for group in groups for tool in group), key=lambda t: t[0]):
+        unique.setdefault(json.dumps(tool, sort_keys=True), tool)
     return [unique[key] for key in sorted(unique, key=lambda key: (unique[key]["function"]["name"], key))]

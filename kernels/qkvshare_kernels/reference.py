@@ -10,11 +10,26 @@ every value of the group lies inside the code range and no clamping pass is need
 `floor(v + 0.5)`, which all implementations share, since `round` is half-to-even here and elsewhere not.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 FP16_STEP = 2.0**-11  # half the relative distance of neighbouring fp16 numbers
 SMALLEST_SCALE = 2.0**-14  # smallest normal fp16 number; a constant group gets this scale
+
+
+@lru_cache(maxsize=16)
+def hadamard(dim: int, device: torch.device) -> Tensor:
+    """Rotation [D, D] of the head dimension that spreads outlying channels: it is its own inverse.
+
+    Hadamard matrices of the largest power of two in `dim`, along the diagonal (QuaRot, arXiv 2404.00456).
+    """
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while dim % (2 * len(block)) == 0:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    block = block / len(block) ** 0.5
+    return torch.block_diag(*[block] * (dim // len(block))).to(device, torch.float32)
 
 
 def quantize(x: Tensor, bits: int, dim: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:

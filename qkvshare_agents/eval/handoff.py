@@ -187,7 +187,7 @@ def _seal(kv: KVCache, ids: Ids, precision: Precision) -> PageStore:
         spans = kv.span(start, stop)
         return page.seal(*spans, precision, starts_sequence=start == 0) if sealed else page.keep_native(*spans)
 
-    store.extend(ids, "", precision.page_size, len(ids) - precision.residual_length, make_page)
+    store.extend(ids, precision.page_size, len(ids) - precision.residual_length, make_page)
     return store
 
 

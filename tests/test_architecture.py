@@ -1,0 +1,79 @@
+"""Imports run one way: each module names only modules of a lower rank."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Rank of every module; a module may import only lower ranks.
+RANKS = {
+    "errors": 0, "encoder": 0, "report": 2, "planner": 1, "sampling": 1, "fingerprint": 1, "toolcall": 1, "grammar": 1,
+    "models": 1, "template": 1, "ledger": 2, "detokenizer": 2, "transcript": 3, "codec": 1, "page": 2, "page_store": 3,
+    "kv_cache": 3, "engine": 4, "turn": 4, "speech": 5, "host": 6, "registry": 7, "eval": 8, "cli": 9,
+}  # fmt: skip
+FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain_core"}
+KNOW_TRANSFORMERS = {"engine", "models", "eval", "fingerprint"}
+
+
+def imports(path: Path) -> list[str]:
+    """Top-level and nested imports of a file, except those for type checkers only."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+        for node in ast.walk(branch)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def module_of(path: Path) -> str:
+    inside = path.relative_to(ROOT / "qkvshare_agents").parts
+    return inside[0].removesuffix(".py")
+
+
+CORE = sorted(p for p in (ROOT / "qkvshare_agents").rglob("*.py") if p.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_core_modules_import_downwards(path: Path) -> None:
+    module = module_of(path)
+    assert module in RANKS, f"{path.name} has no rank; add it to RANKS and to the README's tree"
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        assert top not in FRAMEWORKS, f"{module} imports the framework {top}"
+        assert top != "qkvshare_adapters", f"{module} imports an adapter"
+        if top == "transformers":
+            assert module in KNOW_TRANSFORMERS, f"{module} imports transformers; only the engine knows it"
+        if top == "qkvshare_agents" and rest:
+            other = rest.split(".")[0]
+            if other in RANKS and other != module:
+                assert RANKS[other] < RANKS[module], f"{module} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda p: p.name)
+def test_kernels_import_nothing_of_ours(path: Path) -> None:
+    assert not [n for n in imports(path) if n.startswith(("qkvshare_agents", "qkvshare_adapters", "transformers"))]
+
+
+def test_every_module_is_in_the_readme_tree() -> None:
+    readme = (ROOT / "README.md").read_text()
+    missing = [p.name for p in CORE if p.name not in readme]
+    assert not missing, f"README's tree lacks {missing}"
+
+
+def test_files_stay_small() -> None:
+    folders = ("qkvshare_agents", "kernels", "adapters", "examples")
+    sizes = {p: len(p.read_text().splitlines()) for f in folders for p in (ROOT / f).rglob("*.py")}
+    assert not {p.name: n for p, n in sizes.items() if n > 300}
+    assert sorted(sizes.values())[len(sizes) // 2] <= 150, "the median file"
+    assert all(n <= 120 for p, n in sizes.items() if p.parent.name == "examples")

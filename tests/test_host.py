@@ -1,0 +1,243 @@
+"""The host: one model, many agents, one turn at a time; what it keeps, what it refuses, how it ends."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from scripted import ScriptedHost
+from support import tiny_engine
+
+from qkvshare_agents.errors import Cancelled, ContextOverflow, HostClosed, InvalidSetting
+from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.ledger import Member
+from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.transcript import Message
+from qkvshare_agents.turn import Turn
+
+TASK = Message("user", "Say something long enough to fill a page or two of the cache, please.", "user")
+
+
+def turn(name: str = "a", *messages: Message, instruction: str = "", **options: object) -> Turn:
+    sampling = Sampling(**{"max_tokens": 20, **options})
+    return Turn(Member(name, name, instruction), "", messages or (TASK,), sampling)
+
+
+def host(**settings: object) -> Host:
+    return Host(HostSettings("tiny", **{"precision": "native", **settings}), tiny_engine())
+
+
+def converse(h: Host, rounds: int = 6, **options: object) -> list[str]:
+    """Two members answer in turn; returns what they said."""
+    messages, said = [TASK], []
+    for i in range(rounds):
+        name = "ab"[i % 2]
+        member = h.roster.learn("", name, f"You are {name}.")
+        answer = h.submit(Turn(member, "", tuple(messages), Sampling(**{"max_tokens": 20, **options}))).result()
+        messages.append(Message("user", answer.text, name))
+        said.append(answer.text)
+    return said
+
+
+def test_handoff_says_the_same_as_text_replay() -> None:
+    """The product's promise, with free decoding: native KV gives the texts that reading everything again gives."""
+    with_kv, without = host(), host(handoff=False)
+    assert converse(with_kv) == converse(without)
+    assert [r.mode.value for r in with_kv.reports] == ["TEXT", *["KV"] * 5]
+    assert [r.mode.value for r in without.reports] == ["TEXT"] * 6
+    assert all("switched off" in r.reasons[0] for r in without.reports)
+
+
+@pytest.mark.parametrize("layout", ["relay", "stock"])
+def test_sampled_turns_repeat_for_a_seed(layout: str) -> None:
+    first, second = host(layout=layout), host(layout=layout, handoff=False)
+    assert converse(first, temperature=0.8, seed=5) == converse(second, temperature=0.8, seed=5)
+
+
+def test_reports_count_every_token_once() -> None:
+    h = host(measure_replay=True)
+    converse(h, 4)
+    reports = list(h.reports)
+    for report in reports:
+        assert report.reused_tokens + report.prefilled_tokens == report.prompt_tokens
+        assert report.replay_first_token_ms and report.first_token_ms > 0
+        assert report.to_dict()["mode"] in ("KV", "TEXT")
+    assert reports[1].source == "a" and reports[2].source == "b"
+    assert reports[1].payload_bytes > 0 and reports[1].fp16_bytes > 0
+
+
+def test_repeating_a_turn_encodes_nothing_again() -> None:
+    h = host(precision="safe")
+    h.submit(turn()).result()
+    pages, kept = h.store.page_count, h.store.nbytes
+    again = h.submit(turn()).result()
+    assert again.report.prefilled_tokens == 1
+    assert (h.store.page_count, h.store.nbytes) == (pages, kept)
+
+
+def test_turns_run_in_the_order_they_came() -> None:
+    h, order = host(), []
+    release = threading.Event()
+    first = h.submit(turn(), on_text=lambda _: release.wait(10))
+    futures = [h.submit(turn("a", Message("user", f"question {i}", "user"))) for i in range(8)]
+    for i, future in enumerate(futures):
+        future.add_done_callback(lambda _, i=i: order.append(i))
+    release.set()
+    first.result()
+    [f.result() for f in futures]
+    assert order == list(range(8))
+
+
+def test_threads_share_one_host() -> None:
+    h, answers = host(), []
+
+    def ask(i: int) -> None:
+        answers.append(h.submit(turn("a", Message("user", f"question {i % 4}", "user"))).result().text)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(16)]
+    [t.start() for t in threads]
+    [t.join(60) for t in threads]
+    assert len(answers) == 16 and len(set(answers)) <= 4
+
+
+def test_cancelling_before_the_first_token_and_in_between_keeps_nothing() -> None:
+    h, stop = host(), threading.Event()
+    stop.set()
+    with pytest.raises(Cancelled, match="before it began"):
+        h.submit(turn(), cancelled=stop).result()
+    stop = threading.Event()
+    heard: list[str] = []
+
+    def hear(piece: str) -> None:
+        heard.append(piece)
+        stop.set()
+
+    with pytest.raises(Cancelled, match=r"after \d+ tokens"):
+        h.submit(turn(max_tokens=500), on_text=hear, cancelled=stop).result()
+    assert heard and h.store.page_count == 0 and not h.reports
+    assert h.submit(turn()).result().text
+
+
+def test_a_failing_listener_does_not_poison_the_host() -> None:
+    h = host()
+
+    def broken(_: str) -> None:
+        raise OSError("the listener is gone")
+
+    with pytest.raises(OSError, match="listener"):
+        h.submit(turn(), on_text=broken).result()
+    assert h.submit(turn()).result().text
+
+
+def test_changed_weights_never_read_old_kv() -> None:
+    h = host()
+    h.submit(turn()).result()
+    with torch.no_grad():
+        h.engine.model.model.layers[0].mlp.down_proj.weight.mul_(1.01)
+    changed = h.submit(turn()).result()
+    assert changed.report.mode.value == "TEXT" and changed.report.reused_tokens == 0
+
+
+def test_another_salt_misses_and_the_same_salt_hits() -> None:
+    engine = tiny_engine()
+    roots = []
+    for salt in ("tenant-a", "tenant-a", "tenant-b", ""):
+        h = Host(HostSettings("tiny", salt=salt), engine)
+        roots.append(h.store._root.key)
+        assert salt.encode() not in roots[-1] or not salt
+    assert roots[0] == roots[1] and len(set(roots)) == 3
+    assert "tenant-a" not in repr(HostSettings("tiny", salt="tenant-a"))
+
+
+def test_a_budget_that_holds_nothing_replays_text_and_says_why() -> None:
+    h = host(budget_bytes=0)
+    converse(h, 3)
+    assert h.store.nbytes == 0
+    assert [r.mode.value for r in h.reports] == ["TEXT"] * 3
+    assert "evicted" in list(h.reports)[2].reasons[0]
+
+
+def test_kv_that_can_not_be_encoded_is_not_kept_and_the_answer_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = host(precision="safe")
+    monkeypatch.setattr("qkvshare_agents.host.seal", _refuse)
+    answer = h.submit(turn()).result()
+    assert answer.text and "not kept" in answer.report.reasons[-1] and h.store.page_count == 0
+
+
+def _refuse(*_: object, **__: object) -> None:
+    from qkvshare_agents.errors import CodecError
+
+    raise CodecError("keys or values hold NaN")
+
+
+def test_unsupported_families_answer_by_text_replay() -> None:
+    h = Host(HostSettings("tiny"), tiny_engine("gemma3_text"))
+    converse(h, 3)
+    assert all(r.mode.value == "TEXT" and "gemma3_text" in r.reasons[0] for r in h.reports)
+
+
+def test_length_dependent_rope_replays_text_beyond_the_switch() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    engine = tiny_engine(max_position_embeddings=4096, rope_parameters=rope)
+    engine.kv_limit_tokens = 200
+    h = Host(HostSettings("tiny", precision="native"), engine)
+    converse(h, 4)
+    modes = [r.mode.value for r in h.reports]
+    assert modes[0] == "TEXT" and modes[-1] == "TEXT" and "rotary" in list(h.reports)[-1].reasons[0]
+
+
+def test_context_limits_the_answer_and_overflow_is_an_error() -> None:
+    engine = tiny_engine(max_position_embeddings=160)
+    h = Host(HostSettings("tiny", precision="native", system=""), engine)
+    prompt = len(h.prompt(turn()).ids)
+    answer = h.submit(turn(max_tokens=None)).result()
+    assert answer.finish_reason in ("length", "stop")
+    assert answer.prompt_tokens + answer.completion_tokens <= 160 and answer.prompt_tokens == prompt
+    with pytest.raises(ContextOverflow, match=r"> 160 \(a\)"):
+        h.submit(turn("a", Message("user", "word " * 300, "user"))).result()
+
+
+def test_thoughts_stay_with_their_member() -> None:
+    said = iter(["<think>\nThe secret is 42.\n</think>\n\nI know it.", "Fine."])
+    h = ScriptedHost(lambda _: next(said))
+    member = h.roster.learn("", "a", "You think.")
+    first = h.submit(Turn(member, "", (TASK,))).result()
+    assert first.text == "I know it." and first.thought and "42" in first.thought
+    other = h.roster.learn("", "b", "You check.")
+    second = h.submit(Turn(other, "", (TASK, Message("user", first.text, "a")))).result()
+    assert "42" not in h.texts[1] and "I know it." in h.texts[1]
+    assert second.report.mode.value == "PARTIAL"
+    h.assert_exact()
+
+
+def test_closed_and_forked_hosts_refuse_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = host()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(HostClosed, match="forked"):
+        h.submit(turn())
+    monkeypatch.undo()
+    h.close()
+    with pytest.raises(HostClosed, match="closed"):
+        h.submit(turn())
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(InvalidSetting, match="safe"):
+        HostSettings("m", precision="int7")
+    with pytest.raises(InvalidSetting, match="relay"):
+        HostSettings("m", layout="ring")
+    with pytest.raises(InvalidSetting, match="budget_bytes"):
+        HostSettings("m", budget_bytes=-1)
+    with pytest.raises(TypeError):
+        HostSettings("m", bugdet=1)
+
+
+def test_many_handoffs_keep_memory_flat() -> None:
+    """A long chain within a small budget: bytes stay below it, and turns keep working."""
+    h = host(precision="safe", budget_bytes=60_000)
+    started = time.monotonic()
+    for i in range(60):
+        h.submit(turn("ab"[i % 2], Message("user", f"conversation {i} " + "word " * 20, "user"), max_tokens=4)).result()
+        assert h.store.nbytes <= 60_000
+    assert h.store.evicted_pages > 0 and time.monotonic() - started < 60

@@ -1,0 +1,189 @@
+"""Pages: exact where they promise it, close elsewhere, and unchanged for good."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkvshare_agents.errors import CodecError, InvalidSetting
+from qkvshare_agents.page import PRESETS, Page, Precision, keep_native, preset, seal
+
+L, H, D_KEY, D_VALUE = 2, 3, 32, 24
+SMALL = Precision(page_size=16, num_sink_tokens=4)
+STEP = 0.05  # no group of `noise` has a larger step at 8 bits
+
+
+def noise(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys [L, H, T, Dk] and values [L, H, T, Dv]."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(L, H, tokens, size, generator=generator).to(dtype) for size in (D_KEY, D_VALUE))
+
+
+def opened(page: Page, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The first tokens, read into the middle of a cache that is full of NaN; nothing else may be written."""
+    caches = [torch.full((L, H, 100, size), torch.nan, dtype=dtype) for size in (D_KEY, D_VALUE)]
+    page.open_into(*(cache[:, :, 10 : 10 + tokens] for cache in caches))
+    for cache in caches:
+        assert cache[:, :, :10].isnan().all() and cache[:, :, 10 + tokens :].isnan().all()
+    return tuple(cache[:, :, 10 : 10 + tokens] for cache in caches)
+
+
+def storage_bytes(page: Page) -> int:
+    """Counted over the tensors that are reachable from the page, without asking it."""
+    tensors, rest = {}, [page]
+    while rest:
+        thing = rest.pop()
+        if isinstance(thing, Tensor):
+            tensors[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, tuple):
+            rest += thing
+        elif dataclasses.is_dataclass(thing):
+            rest += [getattr(thing, f.name) for f in dataclasses.fields(thing)]
+    return sum(tensors.values())
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4, 15])
+def test_sinks_are_exact_and_the_rest_is_close(sinks: int) -> None:
+    source = noise(16)
+    page = seal(*source, dataclasses.replace(SMALL, num_sink_tokens=sinks), starts_sequence=True)
+    assert page.tokens == 16
+    for got, expected in zip(opened(page, 16), source, strict=True):
+        assert torch.equal(got[..., :sinks, :], expected[..., :sinks, :])
+        rest = (got - expected)[..., sinks:, :].abs()
+        assert rest.max() <= STEP / 2 and (rest > 0).any()
+
+
+def test_an_outlying_sink_does_not_spoil_the_others() -> None:
+    source = noise(16)
+    for tensor in source:
+        tensor[..., 0, :] = 3e4
+    for got, expected in zip(opened(seal(*source, SMALL, starts_sequence=True), 16), source, strict=True):
+        assert (got - expected).abs().max() <= STEP / 2
+
+
+def test_only_the_first_page_of_a_sequence_has_sinks() -> None:
+    page = seal(*noise(16), SMALL, starts_sequence=False)
+    assert page.native is None and page.packed is not None and page.packed[0].tokens == 16
+
+
+def test_keys_have_a_minimum_and_a_scale_per_channel_and_values_a_scale_per_token() -> None:
+    page = seal(*noise(16), SMALL, starts_sequence=False)
+    assert page.packed is not None
+    keys, values = page.packed
+    assert keys.minimum is not None and keys.scale.shape == (L, H, 1, D_KEY)
+    assert values.minimum is None and values.scale.shape == (L, H, 16, 1)
+
+
+@pytest.mark.parametrize("starts_sequence", [True, False])
+@pytest.mark.parametrize("precision", [SMALL, dataclasses.replace(SMALL, key_bits=None, value_bits=None)])
+def test_every_prefix_of_a_page_reads_like_the_whole(precision: Precision, starts_sequence: bool) -> None:
+    page = seal(*noise(16), precision, starts_sequence=starts_sequence)
+    whole = opened(page, 16)
+    for tokens in range(1, 17):
+        for part, full in zip(opened(page, tokens), whole, strict=True):
+            # not bit for bit: rotating back is a matrix product, whose rounding depends on its shape
+            torch.testing.assert_close(part, full[..., :tokens, :], msg=f"{tokens} tokens")
+
+
+def test_more_tokens_than_the_page_holds_are_refused() -> None:
+    for page in (seal(*noise(16), SMALL, starts_sequence=True), keep_native(*noise(16)), Page(None, None)):
+        with pytest.raises(CodecError, match=f"holds {page.tokens} tokens, not 17"):
+            opened(page, 17)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_native_pages_are_exact_in_every_precision(dtype: torch.dtype) -> None:
+    source = noise(16, dtype)
+    for page in (keep_native(*source), seal(*source, preset("native"), starts_sequence=True)):
+        assert page.packed is None
+        for got, expected in zip(opened(page, 16, dtype), source, strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_half_precision_caches_can_be_sealed_and_opened(dtype: torch.dtype) -> None:
+    source = noise(16, dtype)
+    for got, expected in zip(opened(seal(*source, SMALL, starts_sequence=True), 16, dtype), source, strict=True):
+        assert (got.float() - expected.float()).abs().max() <= STEP
+
+
+@pytest.mark.parametrize("starts_sequence", [True, False])
+def test_bytes_are_those_of_the_storages(starts_sequence: bool) -> None:
+    """Spans of a large cache must not keep that cache alive, nor count as it."""
+    cache = noise(1000)
+    spans = [tensor[:, :, 100:116] for tensor in cache]
+    sealed = seal(*spans, SMALL, starts_sequence=starts_sequence)
+    assert sealed.nbytes == storage_bytes(sealed)
+    rows, sinks = L * H, 4 if starts_sequence else 0
+    codes = rows * (16 - sinks) * (D_KEY + D_VALUE)
+    assert sealed.nbytes == codes + 2 * rows * (2 * D_KEY + 16 - sinks) + 4 * rows * sinks * (D_KEY + D_VALUE)
+    native = keep_native(*spans)
+    assert native.nbytes == storage_bytes(native) == 4 * rows * 16 * (D_KEY + D_VALUE)
+
+
+def test_the_empty_page_has_neither_tokens_nor_bytes() -> None:
+    assert (Page(None, None).tokens, Page(None, None).nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("precision", [SMALL, preset("native")])
+@pytest.mark.parametrize("starts_sequence", [True, False])
+def test_a_page_does_not_change_with_the_cache_it_came_from(precision: Precision, starts_sequence: bool) -> None:
+    source = noise(16)
+    page = seal(*source, precision, starts_sequence=starts_sequence)
+    before = [tensor.clone() for tensor in opened(page, 16)]
+    for tensor in source:
+        tensor.fill_(torch.nan)
+    for now, then in zip(opened(page, 16), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_a_page_does_not_change_with_what_it_was_read_into() -> None:
+    page = keep_native(*noise(16))
+    first = opened(page, 16)
+    kept = [tensor.clone() for tensor in first]
+    for tensor in first:
+        tensor.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(opened(page, 16), kept, strict=True))
+
+
+def test_a_page_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        keep_native(*noise(16)).native = None  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+def test_keys_or_values_that_are_not_finite_are_not_sealed(which: int, bad: float) -> None:
+    source = noise(16)
+    source[which][-1, -1, -1, -1] = bad
+    with pytest.raises(CodecError):
+        seal(*source, SMALL, starts_sequence=True)
+
+
+def test_presets() -> None:
+    assert set(PRESETS) == {"safe", "native"}
+    assert preset("safe") == Precision() and not preset("safe").is_native
+    assert preset("native").is_native
+    with pytest.raises(InvalidSetting, match="no preset 'tiny'; the presets are safe, native"):
+        preset("tiny")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"key_bits": 5}, r"key_bits=5, value_bits=8: choose from \(8, None\)"),
+        ({"value_bits": 0}, "value_bits=0"),
+        ({"key_bits": None}, "both"),
+        ({"value_bits": None}, "both"),
+        ({"page_size": 0}, r"page_size \(0\)"),
+        ({"page_size": -64}, r"page_size \(-64\)"),
+        ({"page_size": 4}, r"num_sink_tokens \(4\) < page_size \(4\)"),
+        ({"num_sink_tokens": -1}, r"num_sink_tokens \(-1\)"),
+        ({"num_sink_tokens": 64}, r"num_sink_tokens \(64\)"),
+        ({"residual_length": -1}, r"residual_length \(-1\)"),
+    ],
+)
+def test_a_precision_that_can_not_be_is_refused(settings: dict[str, int | None], message: str) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        Precision(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""The demo model, for real: exact without quantization, close with it, in AutoGen's own team."""
+
+import os
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
+
+from qkvshare_agents import QKVShareClient, models, page
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import ModelNotFound
+from qkvshare_agents.eval import corpus, handoff
+from qkvshare_agents.kv_cache import KVCache
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    try:
+        models.resolve("smollm2-135m")
+    except ModelNotFound:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip("the demo model is not here; `make model` brings it")
+    return Engine.load("smollm2-135m", dtype="float32")
+
+
+def test_prompt_ids_equal_the_models_own_template(engine: Engine) -> None:
+    template, chat = engine.template, [("system", "You write Python."), ("user", "Write is_even(n).\n\nBe brief.")]
+    expected = engine.tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in chat], add_generation_prompt=True, return_dict=False
+    )
+    got = template.head(chat[0][1]) + template.encoder.text(chat[1][1]) + template.turn
+    assert list(got) == list(expected)
+
+
+@pytest.mark.parametrize("at", [1, 64, 200, 299])
+def test_injected_native_kv_continues_exactly(engine: Engine, at: int) -> None:
+    assert engine.refusal is None and engine.shape is not None
+    ids = corpus.tokens(engine.template.encoder, 300)
+    expected = engine.feed(engine.begin(None), ids)
+    source, target = KVCache(engine.shape), KVCache(engine.shape)
+    engine.feed(engine.begin(source), ids[:at])
+    target.load([(page.keep_native(*source.span(0, at)), at)])
+    got = engine.feed(engine.begin(target), ids[at:])
+    assert (got - expected).abs().max() <= 1e-4
+
+
+def test_8_bit_payload_and_fidelity(engine: Engine) -> None:
+    result = handoff.run(tokens=2048, suffix=8, rounds=1, prompts=3, engine=engine)
+    assert result["payload_bytes"] / result["native_fp16_bytes"] <= 0.53
+    assert result["mean_kl"] <= 1e-3
+
+
+async def _texts(engine: Engine, name: str, **settings: object) -> tuple[list[str], list]:
+    client = QKVShareClient("smollm2-135m", host=name, max_tokens=40, **settings)
+    client.host._engine = engine
+    try:
+        agents = [
+            AssistantAgent("coder", client, system_message="Write the function, nothing else."),
+            AssistantAgent("tester", client, system_message="Now write a test for this function."),
+        ]
+        task = "Write a Python function is_even(n) that returns True if n is even."
+        result = await RoundRobinGroupChat(agents, max_turns=4).run(task=task)
+        return [m.content for m in result.messages], client.reports
+    finally:
+        client.host._engine = None
+        await client.close()
+
+
+async def test_a_team_says_the_same_with_and_without_handoff(engine: Engine) -> None:
+    native, reports = await _texts(engine, "native", precision="native")
+    replayed, others = await _texts(engine, "replayed", handoff=False)
+    assert native == replayed
+    assert [r.mode.value for r in reports] == ["TEXT", "KV", "KV", "KV"]
+    assert {r.mode.value for r in others} == {"TEXT"}
+    assert sum(r.prefilled_tokens for r in reports) * 2 < sum(r.prefilled_tokens for r in others)
