@@ -142,6 +142,8 @@ class Engine:
         return logits
 
     def _chunk_tokens(self, run: Run, count: int) -> int:
+        if self.kv_limit_tokens and run.tokens + count > self.kv_limit_tokens:
+            return count  # one forward gives all keys the same rotary frequencies
         if run.kv is not None or self._replay == "chunks":
             return PREFILL_CHUNK_TOKENS
         return 1 if self._replay == "steps" and run.tokens else count

@@ -61,6 +61,17 @@ class HostSettings:
             raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A turn that is planned and has its handed-over KV in place. store: where its KV may be kept, if anywhere."""
+
+    run: Run
+    plan: Plan
+    match: Match = NO_MATCH
+    store: PageStore | None = None
+    import_ms: float = 0.0
+
+
 class Host:
     """Runs turns of many agents on one model. Use `submit` from threads, `asyncio.wrap_future` around it in loops."""
 
@@ -91,6 +102,7 @@ class Host:
                     attn_implementation=s.attn_implementation,
                     thinking=s.thinking,
                 )
+                _ = self._engine.fingerprint  # hashing the weights is part of loading, not of the first turn
             return self._engine
 
     @property
@@ -137,10 +149,11 @@ class Host:
         self._engine = self._store = self._kv = None
 
     def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
-        started = time.perf_counter()
         if cancelled():
             raise Cancelled("the turn was cancelled before it began")
-        engine, prompt = self.engine, self.prompt(turn)
+        engine = self.engine  # loading is no part of the turn
+        started = time.perf_counter()
+        prompt = self.prompt(turn)
         room = engine.context_tokens - len(prompt.ids)
         if room < 1:
             who = turn.speaker.label or "an agent"
@@ -148,35 +161,36 @@ class Host:
                 f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
             )
         longest = min(turn.sampling.max_tokens or room, room)
-        run, match, decision, import_ms = self._begin(prompt, longest)
-        logits = engine.feed(run, prompt.ids[decision.reused_tokens :], cancelled)
+        start = self._begin(prompt, longest)
+        reused = start.plan.reused_tokens
+        logits = engine.feed(start.run, prompt.ids[reused:], cancelled)
         if logits is None:
             raise Cancelled("the turn was cancelled while it read its prompt")
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
             first_ms = first_ms or _ms_since(started)
-            logits = engine.feed(run, speech.ids[-1:], cancelled)
+            logits = engine.feed(start.run, speech.ids[-1:], cancelled)
             if logits is None:
                 raise Cancelled(f"the turn was cancelled after {len(speech.ids)} tokens")
         first_ms = first_ms or _ms_since(started)
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
-        reasons = decision.reasons + self._keep(run, (*prompt.ids, *speech.ids))
+        reasons = start.plan.reasons + self._keep(start, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
         self.ledger.record(ledger_key(text, calls), speech.spoken_ids)
         total_ms = _ms_since(started)
         report = HandoffReport(
             agent=turn.speaker.name,
-            source=prompt.last_answerer(decision.reused_tokens),
-            mode=decision.mode,
+            source=prompt.last_answerer(reused),
+            mode=start.plan.mode,
             reasons=reasons,
             prompt_tokens=len(prompt.ids),
-            reused_tokens=decision.reused_tokens,
+            reused_tokens=reused,
             generated_tokens=len(speech.ids),
-            payload_bytes=match.nbytes,
-            fp16_bytes=engine.shape.fp16_bytes(decision.reused_tokens) if engine.shape else 0,
-            import_ms=import_ms,
+            payload_bytes=start.match.nbytes,
+            fp16_bytes=engine.shape.fp16_bytes(reused) if engine.shape else 0,
+            import_ms=start.import_ms,
             transfer_ms=0.0,
             first_token_ms=first_ms,
             quantize_ms=quantize_ms,
@@ -186,8 +200,8 @@ class Host:
         self.reports.append(report)
         return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report)
 
-    def _begin(self, prompt: Prompt, longest: int) -> tuple[Run, Match, Plan, float]:
-        """Plan the turn and put the KV that it reuses into the working cache. Returns also the import's ms."""
+    def _begin(self, prompt: Prompt, longest: int) -> _Start:
+        """Plan the turn and put the KV that it reuses into the working cache."""
         engine, total = self.engine, len(prompt.ids) + longest
         refusal = engine.refusal
         if not self.settings.handoff:
@@ -195,7 +209,7 @@ class Host:
         elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
             refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
         if refusal or engine.shape is None:
-            return engine.begin(None), NO_MATCH, plan(prompt.settled, 0, refusal=refusal), 0.0
+            return _Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
         store = self.store
         match = store.match(prompt.ids[:-1])  # one token must be run in any case
         decision = plan(prompt.settled, match.tokens, evicted_pages=store.evicted_pages)
@@ -204,24 +218,22 @@ class Host:
             self._kv = KVCache(engine.shape)
         self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         self._kv.load(match.runs)
-        return engine.begin(self._kv), match, decision, _ms_since(importing)
+        return _Start(engine.begin(self._kv), decision, match, store, _ms_since(importing))
 
-    def _keep(self, run: Run, ids: Sequence[int]) -> tuple[str, ...]:
+    def _keep(self, start: _Start, ids: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
-        if run.kv is None:
+        kv, store = start.run.kv, start.store
+        if kv is None or store is None:
             return ()
-        kv = run.kv
 
-        def make_page(start: int, stop: int, sealed: bool) -> Page:
-            keys, values = kv.span(start, stop)
-            return (
-                seal(keys, values, self.precision, starts_sequence=start == 0) if sealed else keep_native(keys, values)
-            )
+        def make_page(first: int, stop: int, sealed: bool) -> Page:
+            spans = kv.span(first, stop)
+            return seal(*spans, self.precision, starts_sequence=first == 0) if sealed else keep_native(*spans)
 
-        fed = ids[: run.tokens]  # the last token of an answer that hit its limit was not fed
+        fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
             sealed_tokens = len(fed) - self.precision.residual_length
-            self.store.extend(fed, self.precision.page_size, sealed_tokens, make_page)
+            store.extend(fed, self.precision.page_size, sealed_tokens, make_page)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         return ()

@@ -273,4 +273,4 @@ def test_rotation_spreads_an_outlying_channel() -> None:
         out = torch.empty_like(x)
         decode_into(encode(x, 8, "channel", rotate=rotate), out)
         errors.append(float((out - x)[..., 3].abs().max()))
-    assert errors[1] < errors[0] / 2
+    assert errors[1] < 0.7 * errors[0]

@@ -135,6 +135,15 @@ def test_length_dependent_rope_limits_what_can_be_reused(rope: dict, limit: int 
     assert engine.kv_limit_tokens == limit
 
 
+def test_text_replay_beyond_the_rope_switch_equals_one_forward() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    engine = tiny_engine(max_position_embeddings=1024, rope_parameters=rope)
+    engine.context_tokens = 4096
+    ids = ids_of_length(1500)
+    got = engine.feed(engine.begin(None), ids)
+    assert (got - uninterrupted(engine, ids)).abs().max() <= MAX_DIFFERENCE
+
+
 def test_longrope_limit_is_the_original_length() -> None:
     factors = [1.0] * 6
     rope = {
