@@ -6,6 +6,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted import ScriptedHost
 from support import tiny_engine
 
@@ -16,6 +18,7 @@ from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
 
+_ENGINE = tiny_engine()
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, please.", "user")
 
 
@@ -53,6 +56,39 @@ def test_handoff_says_the_same_as_text_replay() -> None:
 def test_sampled_turns_repeat_for_a_seed(layout: str) -> None:
     first, second = host(layout=layout), host(layout=layout, handoff=False)
     assert converse(first, temperature=0.8, seed=5) == converse(second, temperature=0.8, seed=5)
+
+
+_WORDS = st.sampled_from(["Write add.", "Thanks, go on with the next function please.", "", "<|im_end|>"])
+    ["Write add.", "Use short names.", "Thanks, go on with the next function please.", "", "<|im_end|>"]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_whatever_messages_come_in_the_right_ids_meet_the_right_kv(data: st.DataObject) -> None:
+    """Messages edited, repeated, dropped from anywhere, between any speakers: what is fed is the laid-out prompt
+    behind KV of exactly its leading ids. The scripted host checks every turn's logits against one forward."""
+    h = ScriptedHost(lambda prompt: f"Answer {len(prompt)} to what was asked here.", engine=_ENGINE)
+    messages: list[Message] = [TASK]
+    for _ in range(data.draw(st.integers(2, 6))):
+        name = data.draw(st.sampled_from("abc"))
+        member = h.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+        answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result()
+        report = answer.report
+        assert 0 <= report.reused_tokens < report.prompt_tokens == len(h.prompts[-1].ids)
+        messages.append(Message(data.draw(st.sampled_from(["user", "assistant"])), answer.text, name))
+        edit, at = (
+            data.draw(st.sampled_from(["none", "drop", "repeat", "change"])),
+            data.draw(st.integers(0, len(messages) - 1)),
+        )
+        if edit == "drop":
+            del messages[at]
+        elif edit == "repeat":
+            messages.insert(at, messages[at])
+        elif edit == "change":
+            messages[at] = Message("user", data.draw(_WORDS), data.draw(st.sampled_from(["user", "a", "nobody"])))
+    h.assert_exact()
+    h._worker.shutdown()
 
 
 def test_reports_count_every_token_once() -> None:
