@@ -47,6 +47,7 @@ async def main(options: argparse.Namespace) -> None:
         measure_replay=not options.no_replay,
     )
     console.print(f"loading {options.model} …", style="dim")
+    await client.load()
     coder = AssistantAgent("coder", client, system_message=CODER, model_client_stream=True)
     tester = AssistantAgent("tester", client, system_message=TESTER, model_client_stream=True)
     team = RoundRobinGroupChat([coder, tester], max_turns=options.turns)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.cache_utils import Cache, DynamicLayer
 
 from qkvshare_agents import fingerprint, models
-from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
+from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.template import Template
@@ -92,11 +92,19 @@ class Engine:
         attn_implementation: str | None = None,
         thinking: bool = False,
     ) -> "Engine":
-        """Load a local directory, a pulled model's name or a Hub id. Raises ModelNotFound."""
+        """Load a local directory, a pulled model's name or a Hub id.
+
+        Raises ModelNotFound if there is no such model or it can't be read, InvalidSetting for an unknown dtype.
+        """
         source = models.resolve(model)
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise InvalidSetting(f"no dtype {dtype!r}; use auto, float32, bfloat16 or float16")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        except OSError as error:  # not on the Hub, Hub out of reach, or files missing
+            raise ModelNotFound(f"model {model!r} can't be loaded: {str(error).strip().splitlines()[0]}") from error
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return cls(loaded.to(device), tokenizer, name=model, thinking=thinking)
 

@@ -32,7 +32,7 @@ from support import tiny_engine
 
 import qkvshare_agents
 from qkvshare_agents import QKVShareClient, registry
-from qkvshare_agents.errors import ContextOverflow, HostConflict, InvalidMessage, InvalidSetting
+from qkvshare_agents.errors import ContextOverflow, HostConflict, InvalidMessage, InvalidSetting, ModelNotFound
 
 TASK = UserMessage(content="Write add(a, b).", source="user")
 
@@ -267,6 +267,18 @@ async def test_same_name_with_other_settings_is_a_conflict(scripted) -> None:
     client = scripted()
     with pytest.raises(HostConflict, match="budget_bytes"):
         QKVShareClient("scripted", host=client._config.host, precision="native", budget_bytes=1)
+
+
+async def test_loading_says_what_is_missing() -> None:
+    for name, match in (("nothere", "give a directory"), ("no/such-model", "can't be loaded")):
+        client = QKVShareClient(name)
+        with pytest.raises(ModelNotFound, match=match):
+            await client.load()
+        await client.close()
+    client = QKVShareClient("no/such-model", dtype="float12")
+    with pytest.raises(InvalidSetting, match="float32"):
+        await client.load()
+    await client.close()
 
 
 async def test_closing_one_client_leaves_the_others(scripted) -> None:

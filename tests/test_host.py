@@ -59,8 +59,6 @@ def test_sampled_turns_repeat_for_a_seed(layout: str) -> None:
 
 
 _WORDS = st.sampled_from(["Write add.", "Thanks, go on with the next function please.", "", "<|im_end|>"])
-    ["Write add.", "Use short names.", "Thanks, go on with the next function please.", "", "<|im_end|>"]
-)
 
 
 @settings(max_examples=40, deadline=None)

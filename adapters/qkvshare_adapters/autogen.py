@@ -80,7 +80,7 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
     read from QKVSHARE_SALT, so that no dumped config holds it.
 
     Raises TypeError for an unknown option, InvalidSetting for a bad value, HostConflict if `host` is open with
-    other settings. The model loads on the first call.
+    other settings. The model loads on the first call or by `load`.
     """
 
     component_type: ClassVar[Any] = "model"
@@ -123,6 +123,10 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
     def reports(self) -> list[HandoffReport]:
         """What each turn of every agent on the host cost, oldest first."""
         return list(self._host.reports)
+
+    async def load(self) -> None:
+        """Load the model now rather than on the first call, where a team would hide the error's type."""
+        await asyncio.to_thread(lambda: self._host.engine)
 
     def for_agent(self, name: str) -> "QKVShareChatCompletionClient":
         """The same client for one agent by name: needed where AutoGen does not tell who is calling (bare
@@ -283,17 +287,13 @@ def _call(host: Host, token: CancellationToken | None) -> Iterator[tuple[Span, t
     cancelled = threading.Event()
     if token:
         token.add_callback(cancelled.set)
-    span = telemetry.start_chat_span(host)
     try:
-        yield span, cancelled
-    except BaseException as error:
-        telemetry.fail(span, error)
-        if isinstance(error, Cancelled):
-            raise asyncio.CancelledError(str(error)) from error
-        raise
+        with telemetry.chat_span(host) as span:
+            yield span, cancelled
+    except Cancelled as error:
+        raise asyncio.CancelledError(str(error)) from error
     finally:
         cancelled.set()
-        span.end()
 
 
 QKVShareClient = QKVShareChatCompletionClient

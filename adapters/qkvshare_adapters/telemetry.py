@@ -3,6 +3,9 @@
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
@@ -12,15 +15,24 @@ from qkvshare_agents.turn import Answer
 _tracer = trace.get_tracer("qkvshare")
 
 
-def start_chat_span(host: Host) -> Span:
-    """A span `chat MODEL`; the caller ends it."""
+@contextmanager
+def chat_span(host: Host) -> Iterator[Span]:
+    """A span `chat MODEL`. An error marks it by its type only: its text may quote the conversation."""
     model = host.settings.model
     attributes = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "qkvshare",
         "gen_ai.request.model": model,
     }
-    return _tracer.start_span(f"chat {model}", kind=SpanKind.CLIENT, attributes=attributes)
+    span = _tracer.start_span(f"chat {model}", kind=SpanKind.CLIENT, attributes=attributes)
+    try:
+        yield span
+    except BaseException as error:
+        span.set_attribute("error.type", type(error).__name__)
+        span.set_status(Status(StatusCode.ERROR))
+        raise
+    finally:
+        span.end()
 
 
 def describe(span: Span, answer: Answer) -> None:
@@ -40,9 +52,3 @@ def describe(span: Span, answer: Answer) -> None:
             "qkvshare.handoff.first_token_ms": report.first_token_ms,
         }
     )
-
-
-def fail(span: Span, error: BaseException) -> None:
-    """Mark the span as failed by the error's type; its text may quote the conversation."""
-    span.set_attribute("error.type", type(error).__name__)
-    span.set_status(Status(StatusCode.ERROR))

@@ -10,6 +10,7 @@ import pydoc_data.topics
 import textwrap
 import typing
 
+from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.template import Encoder, Ids
 
 _CODE_MODULES = (argparse, ast, dataclasses, difflib, heapq, textwrap, typing)
@@ -33,7 +34,7 @@ def code() -> list[str]:
 
 
 def tokens(encoder: Encoder, count: int) -> Ids:
-    """`count` tokens of prose and code in turn. Raises ValueError if there is not that much."""
+    """`count` tokens of prose and code in turn. Raises InvalidSetting if there is not that much."""
     ids: list[int] = []
     texts = prose()
     sources = code()
@@ -43,7 +44,7 @@ def tokens(encoder: Encoder, count: int) -> Ids:
             ids += encoder.text(sources[index][:4000])
         if len(ids) >= count:
             return tuple(ids[:count])
-    raise ValueError(f"the corpus has {len(ids)} tokens, {count} are asked for")
+    raise InvalidSetting(f"the corpus has {len(ids)} tokens, {count} are asked for")
 
 
 def tasks(count: int) -> list[tuple[str, str]]:
