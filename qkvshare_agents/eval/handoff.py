@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from qkvshare_agents import page
 from qkvshare_agents.engine import Engine, Run
-from qkvshare_agents.errors import InvalidSetting, QKVShareError
+from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
+from qkvshare_agents.eval.packing import bring, kl_divergence, seal_all
 from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import Page, Precision
+from qkvshare_agents.page import Precision
 from qkvshare_agents.page_store import PageStore
 from qkvshare_agents.template import Ids
 
 GREEDY_TOKENS = 64
-_ROOM_TOKENS = 256  # in the working cache, for the suffix and the greedy tokens
 
 
 def run(
@@ -125,12 +124,12 @@ def _times(engine: Engine, precision: Precision, ids: Ids, tokens: int, rounds: 
         timed("hot_prefix_ms", lambda: _first(engine, _fork(hot), tail))
         timed("hot_in_place_ms", lambda: _first(engine, engine.begin(kv), tail))
         kv.crop(tokens)
-        store = timed("seal_ms", lambda: _seal(kv, head, precision))
+        store = timed("seal_ms", lambda: seal_all(kv, head, precision))
 
-        timed("import_ms", lambda store=store: _bring(store, head, working))
+        timed("import_ms", lambda store=store: bring(store, head, working))
         timed(
             "handoff_ms",
-            lambda store=store: (_bring(store, head, working), _first(engine, engine.begin(working), tail)),
+            lambda store=store: (bring(store, head, working), _first(engine, engine.begin(working), tail)),
         )
     return {
         **{name: statistics.median(values[1:]) for name, values in samples.items()},
@@ -150,13 +149,13 @@ def _fidelity(engine: Engine, precision: Precision, tasks: list[tuple[str, str]]
         suffix = template.encoder.text("\n\n" + task) + template.turn
         writer.clear(len(head))
         engine.feed(engine.begin(writer), head)
-        store = _seal(writer, head, precision)
-        _bring(store, head, reader)
+        store = seal_all(writer, head, precision)
+        bring(store, head, reader)
         replayed, handed = engine.begin(None), engine.begin(reader)
         a, b = engine.feed(replayed, head + suffix), engine.feed(handed, suffix)
         for step in range(GREEDY_TOKENS):
             assert a is not None and b is not None
-            divergences.append(_kl(a, b))
+            divergences.append(kl_divergence(a, b))
             token = int(a.argmax())
             if token != int(b.argmax()):
                 break
@@ -168,27 +167,8 @@ def _fidelity(engine: Engine, precision: Precision, tasks: list[tuple[str, str]]
 
 
 def _continue(engine: Engine, store: PageStore, kv: KVCache, head: Ids, tail: Ids) -> int:
-    _bring(store, head, kv)
+    bring(store, head, kv)
     return _first(engine, engine.begin(kv), tail)
-
-
-def _bring(store: PageStore, ids: Ids, kv: KVCache) -> int:
-    kv.clear(len(ids) + _ROOM_TOKENS)
-    kv.load(store.match(ids).runs)
-    if kv.tokens != len(ids):
-        raise QKVShareError(f"only {kv.tokens} of {len(ids)} tokens were handed over")
-    return kv.tokens
-
-
-def _seal(kv: KVCache, ids: Ids, precision: Precision) -> PageStore:
-    store = PageStore(b"", budget_bytes=2**62)
-
-    def make_page(start: int, stop: int, sealed: bool) -> Page:
-        spans = kv.span(start, stop)
-        return page.seal(*spans, precision, starts_sequence=start == 0) if sealed else page.keep_native(*spans)
-
-    store.extend(ids, precision.page_size, len(ids) - precision.residual_length, make_page)
-    return store
 
 
 def _fork(run: Run) -> Run:
@@ -202,8 +182,3 @@ def _first(engine: Engine, run: Run, ids: Ids) -> int:
     logits = engine.feed(run, ids)
     assert logits is not None
     return int(logits.argmax())
-
-
-def _kl(a: Tensor, b: Tensor) -> float:
-    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum())

@@ -1,0 +1,39 @@
+"""Pages outside of a host, for measurements."""
+
+from torch import Tensor
+
+from qkvshare_agents import page
+from qkvshare_agents.errors import QKVShareError
+from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.page import Page, Precision
+from qkvshare_agents.page_store import PageStore
+from qkvshare_agents.template import Ids
+
+ROOM_TOKENS = 256  # in the working cache, for what follows
+
+
+def bring(store: PageStore, ids: Ids, kv: KVCache) -> int:
+    """Put the stored KV of all `ids` into `kv`. Raises QKVShareError if some are missing."""
+    kv.clear(len(ids) + ROOM_TOKENS)
+    kv.load(store.match(ids).runs)
+    if kv.tokens != len(ids):
+        raise QKVShareError(f"only {kv.tokens} of {len(ids)} tokens were handed over")
+    return kv.tokens
+
+
+def seal_all(kv: KVCache, ids: Ids, precision: Precision) -> PageStore:
+    """A store of its own with the KV of `ids`, which `kv` holds."""
+    store = PageStore(b"", budget_bytes=2**62)
+
+    def make_page(start: int, stop: int, sealed: bool) -> Page:
+        spans = kv.span(start, stop)
+        return page.seal(*spans, precision, starts_sequence=start == 0) if sealed else page.keep_native(*spans)
+
+    store.extend(ids, precision.page_size, len(ids) - precision.residual_length, make_page)
+    return store
+
+
+def kl_divergence(a: Tensor, b: Tensor) -> float:
+    """KL(a || b) of the distributions that logits [V] stand for, in nats."""
+    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum())
