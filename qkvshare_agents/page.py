@@ -23,8 +23,10 @@ class Precision:
 
     key_bits, value_bits: width of the codes; both None keeps pages native (exact).
     page_size: tokens in a sealed page. num_sink_tokens: first tokens of a sequence that stay native.
-    residual_length: newest tokens that stay native (the unfilled page always does). rotate_keys: spread keys'
-    outlying channels over the head dimension before quantizing.
+    residual_length: newest tokens that stay native (the unfilled page always does). rotate_keys,
+    rotate_values: spread outlying channels over the head dimension before quantizing. key_group_size: tokens that
+    share a key channel's scale (None: the page). value_group_size: neighbouring values of a token's head that
+    share a scale (None: the head). Values of 8 bits have a scale only, narrower ones a minimum as well.
     """
 
     key_bits: int | None = 8
@@ -33,6 +35,9 @@ class Precision:
     num_sink_tokens: int = 4
     residual_length: int = 0
     rotate_keys: bool = True
+    rotate_values: bool = False
+    key_group_size: int | None = None
+    value_group_size: int | None = None
 
     def __post_init__(self) -> None:
         widths = (*codec.WIDTHS, None)
@@ -45,6 +50,8 @@ class Precision:
                 f"need 0 <= num_sink_tokens ({self.num_sink_tokens}) < page_size ({self.page_size}) "
                 f"and residual_length ({self.residual_length}) >= 0"
             )
+        if self.key_group_size and self.page_size % self.key_group_size:
+            raise InvalidSetting(f"page_size {self.page_size} is no multiple of key_group_size {self.key_group_size}")
 
     @property
     def is_native(self) -> bool:
@@ -109,13 +116,22 @@ def seal(keys: Tensor, values: Tensor, precision: Precision, *, starts_sequence:
         return keep_native(keys, values)
     sinks = precision.num_sink_tokens if starts_sequence else 0
     native = keep_native(keys[..., :sinks, :], values[..., :sinks, :]).native if sinks else None
-    return Page(
-        native,
-        (
-            codec.encode(keys[..., sinks:, :], precision.key_bits, "channel", rotate=precision.rotate_keys),
-            codec.encode(values[..., sinks:, :], precision.value_bits, "token", symmetric=True),
-        ),
+    packed_keys = codec.encode(
+        keys[..., sinks:, :],
+        precision.key_bits,
+        "channel",
+        group_size=precision.key_group_size,
+        rotate=precision.rotate_keys,
     )
+    packed_values = codec.encode(
+        values[..., sinks:, :],
+        precision.value_bits,
+        "token",
+        group_size=precision.value_group_size,
+        symmetric=precision.value_bits == 8,
+        rotate=precision.rotate_values,
+    )
+    return Page(native, (packed_keys, packed_values))
 
 
 def _copy(tensor: Tensor) -> Tensor:

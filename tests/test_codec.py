@@ -137,11 +137,11 @@ def test_fp16_never_overflows_on_the_way_back(group: Group, symmetric: bool, siz
 
 @pytest.mark.parametrize("bits", [0, 1, 7, 9, 16, -8])
 def test_an_unknown_width_names_the_valid_ones(bits: int) -> None:
-    with pytest.raises(CodecError, match=rf"no {bits}-bit codec; the widths are \(8,\)"):
+    with pytest.raises(CodecError, match=rf"no {bits}-bit codec; the widths are \(8, 4, 3, 2\)"):
         encode(noise(64, 64), bits, "channel")
     good = encode(noise(64, 64), 8, "channel")
-    with pytest.raises(CodecError, match=r"\(8,\)"):
-        Encoded(good.codes, good.scale, good.minimum, bits)
+    with pytest.raises(CodecError, match=r"\(8, 4, 3, 2\)"):
+        Encoded(good.codes, good.scale, good.minimum, bits, "channel", 64)
 
 
 def test_no_token_is_refused() -> None:
@@ -205,7 +205,7 @@ def test_shapes_and_types_of_what_is_stored() -> None:
     ]  # fmt: skip
     values = encode(noise(64, 80), 8, "token", symmetric=True)
     assert [(t.dtype, tuple(t.shape)) for t in values.tensors()] == [
-        (torch.int8, (L, H, 64, 80)), (torch.float16, (L, H, 64, 1)),
+        (torch.uint8, (L, H, 64, 80)), (torch.float16, (L, H, 64, 1)),
     ]  # fmt: skip
 
 
@@ -227,10 +227,10 @@ def test_codes_never_wrap_around(values: list[float], bits: int, symmetric: bool
     """A code that wraps turns the largest value into the smallest: seen as an error of the whole range."""
     x = torch.tensor(values)[None]
     codes, scale, minimum = reference.quantize(x, bits, -1, symmetric=symmetric)
-    largest = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
-    assert int(codes.min()) >= (-largest if symmetric else 0) and int(codes.max()) <= largest
+    assert int(codes.min()) >= symmetric and int(codes.max()) <= 2**bits - 1
     assert torch.isfinite(scale).all() and (scale > 0).all()
-    decoded = codes.double() * scale.double() + (0 if minimum is None else minimum.double())
+    least = -(2.0 ** (bits - 1)) * scale.double() if minimum is None else minimum.double()
+    decoded = codes.double() * scale.double() + least
     arithmetic = float(x.abs().max()) * 2.0**-21  # float32, three operations
     assert float((decoded - x.double()).abs().max()) <= float(scale) * 0.501 + arithmetic
 
@@ -274,3 +274,67 @@ def test_rotation_spreads_an_outlying_channel() -> None:
         decode_into(encode(x, 8, "channel", rotate=rotate), out)
         errors.append(float((out - x)[..., 3].abs().max()))
     assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 12, 7, 1])
+def test_packing_loses_nothing_and_wastes_nothing(bits: int, dim: int) -> None:
+    codes = torch.randint(0, 2**bits, (2, 3, 5, dim), dtype=torch.uint8, generator=torch.Generator().manual_seed(dim))
+    packed = reference.pack(codes, bits)
+    assert torch.equal(reference.unpack(packed, bits, dim), codes)
+    if dim % 8 == 0:
+        assert packed.numel() * 8 == codes.numel() * bits
+
+
+@pytest.mark.parametrize(("group", "symmetric"), FORMS)
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("group_size", [None, 1, 16, 32, 48, 1000])
+@pytest.mark.parametrize("tokens", [1, 33, 60, 64])
+def test_every_width_and_group_is_within_half_a_step(
+    group: Group, symmetric: bool, bits: int, group_size: int | None, tokens: int
+) -> None:
+    """Ragged last groups included: each value errs by at most half of its own group's step."""
+    x = noise(tokens, 80)
+    encoded = encode(x, bits, group, group_size=group_size, symmetric=symmetric)
+    out = torch.full_like(x, torch.nan)
+    decode_into(encoded, out)
+    dim, size = (-2, tokens) if group == "channel" else (-1, 80)
+    width = min(group_size or size, size)
+    assert encoded.scale.shape[dim] == -(-size // width)
+    step = encoded.scale.float().repeat_interleave(width, dim).narrow(dim, 0, size)
+    assert ((out - x).abs() <= 0.51 * step + 1e-3).all()
+    half = max(1, tokens // 2)
+    head = torch.full_like(x[..., :half, :], torch.nan)
+    decode_into(encoded.head(half), head)
+    assert torch.equal(head, out[..., :half, :])
+
+
+@pytest.mark.parametrize("group", ["channel", "token"])
+def test_each_group_has_its_own_range(group: Group) -> None:
+    """An outlier spoils only its own group."""
+    x = noise(64, 64) * 0.1
+    x[..., 3, 3] = 100.0
+    errors = []
+    for group_size in (None, 16):
+        out = torch.empty_like(x)
+        decode_into(encode(x, 4, group, group_size=group_size), out)
+        beside = (out - x)[..., 20:, 3] if group == "channel" else (out - x)[..., 3, 20:]
+        errors.append(float(beside.abs().mean()))
+    assert errors[1] < errors[0] / 10
+
+
+def test_fewer_bits_take_fewer_bytes_and_err_more() -> None:
+    x, sizes, errors = noise(64, 64), [], []
+    for bits in (8, 4, 3, 2):
+        encoded = encode(x, bits, "channel")
+        out = torch.empty_like(x)
+        decode_into(encoded, out)
+        sizes.append(encoded.codes.untyped_storage().nbytes())
+        errors.append(float((out - x).norm() / x.norm()))
+    assert [s * 8 / x.numel() for s in sizes] == [8, 4, 3, 2]
+    assert errors == sorted(errors) and errors[-1] < 0.6
+
+
+def test_a_group_must_hold_something() -> None:
+    with pytest.raises(CodecError, match="group_size"):
+        encode(noise(4, 8), 8, "token", group_size=0)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.errors import CodecError, InvalidSetting
+from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.page import PRESETS, Page, Precision, keep_native, preset, seal
+from qkvshare_agents.page_store import PageStore
 
 L, H, D_KEY, D_VALUE = 2, 3, 32, 24
 SMALL = Precision(page_size=16, num_sink_tokens=4)
@@ -172,7 +174,7 @@ def test_presets() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"key_bits": 5}, r"key_bits=5, value_bits=8: choose from \(8, None\)"),
+        ({"key_bits": 5}, r"key_bits=5, value_bits=8: choose from \(8, 4, 3, 2, None\)"),
         ({"value_bits": 0}, "value_bits=0"),
         ({"key_bits": None}, "both"),
         ({"value_bits": None}, "both"),
@@ -182,8 +184,51 @@ def test_presets() -> None:
         ({"num_sink_tokens": -1}, r"num_sink_tokens \(-1\)"),
         ({"num_sink_tokens": 64}, r"num_sink_tokens \(64\)"),
         ({"residual_length": -1}, r"residual_length \(-1\)"),
+        ({"key_group_size": 24}, r"page_size 64 is no multiple of key_group_size 24"),
     ],
 )
 def test_a_precision_that_can_not_be_is_refused(settings: dict[str, int | None], message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         Precision(**settings)  # type: ignore[arg-type]
+
+
+def test_pages_are_the_same_however_their_tokens_came() -> None:
+    """Token by token, in pieces or at once: the same native KV gives the same sealed bytes."""
+    keys, values = noise(150)
+    shape = KVShape(*keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+    stored = []
+    for steps in ([150], [1] * 150, [7, 64, 60, 19]):
+        kv, store, ids, done = KVCache(shape), PageStore(b"", 2**40), tuple(range(150)), 0
+        for step in steps:
+            for layer in range(len(keys)):
+                kv.append(layer, keys[layer, :, done : done + step], values[layer, :, done : done + step])
+            done += step
+
+            def make_page(start: int, stop: int, sealed: bool, kv: KVCache = kv) -> Page:
+                spans = kv.span(start, stop)
+                return seal(*spans, Precision(), starts_sequence=start == 0) if sealed else keep_native(*spans)
+
+            store.extend(ids[:done], 64, done, make_page)
+        stored.append([page for page, _ in store.match(ids).runs])
+    for others in stored[1:]:
+        assert [p.tokens for p in others] == [64, 64, 22]
+        for page, other in zip(stored[0], others, strict=True):
+            for a, b in zip(tensors_of(page), tensors_of(other), strict=True):
+                assert torch.equal(a, b)
+
+
+def tensors_of(page: Page) -> list[torch.Tensor]:
+    return [*(page.native or ()), *(t for encoded in page.packed or () for t in encoded.tensors())]
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_narrow_pages_open_close_to_what_was_sealed(bits: int) -> None:
+    keys, values = noise(64)
+    precision = Precision(key_bits=bits, value_bits=bits, key_group_size=32)
+    page = seal(keys, values, precision, starts_sequence=True)
+    got = torch.full_like(keys, torch.nan), torch.full_like(values, torch.nan)
+    page.open_into(*got)
+    assert torch.equal(got[0][..., :4, :], keys[..., :4, :])
+    limit = {4: 0.1, 3: 0.2, 2: 0.45}[bits]
+    for opened_part, part in zip(got, (keys, values), strict=True):
+        assert 0 < (opened_part - part).norm() / part.norm() < limit

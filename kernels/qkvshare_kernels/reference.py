@@ -1,9 +1,9 @@
 """Uniform quantization of groups in plain torch: the specification, and the CPU path.
 
-Axis letters: `L` layers, `H` KV heads, `T` tokens, `D` head size. A *group* is the set of values that share
-one scale; here it runs along one whole dimension (`dim`) of the tensor. The value of a code is
-`x ~ code * scale + minimum`; the minimum is called zero point in the papers (KIVI, arXiv 2402.02750), where
-it is an integer. Without a minimum (`symmetric`) codes are signed.
+Axis letters: `L` layers, `H` KV heads, `T` tokens, `D` head size, `G` groups. A *group* is the set of values that
+share one scale. It runs along the tokens of one channel (`dim` -2) or along the head dimension of one token
+(`dim` -1). The value of a code is `x ~ code * scale + minimum`; the minimum is called zero point in the papers (KIVI,
+arXiv 2402.02750), where it is an integer. Without a stored minimum (`symmetric`) it is `-2**(bits - 1) * scale`.
 
 Scales and minima are stored in fp16. Both are rounded outwards (the minimum down, the scale up), so that
 every value of the group lies inside the code range and no clamping pass is needed. Codes are
@@ -19,6 +19,86 @@ FP16_STEP = 2.0**-11  # half the relative distance of neighbouring fp16 numbers
 SMALLEST_SCALE = 2.0**-14  # smallest normal fp16 number; a constant group gets this scale
 
 
+def quantize(
+    x: Tensor, bits: int, dim: int, *, symmetric: bool, group_size: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Encode `x` [..., T, D] (float32) in groups of `group_size` along `dim` (-2 or -1); None: the whole of it.
+
+    Returns (codes, scale, minimum): codes like `x` in uint8, scale and minimum in fp16 with G instead of the
+    grouped size; the minimum is None if symmetric. The last group may be smaller. NaN, Inf and magnitudes
+    beyond fp16 show as a scale or minimum that is not finite; the caller checks.
+    """
+    size = x.shape[dim]
+    group = min(group_size or size, size)
+    if padding := -size % group:  # repeat the last value: it is in the last group's range already
+        x = torch.cat([x, x.narrow(dim, size - 1, 1).expand(*_sizes(x, dim, padding))], dim)
+    x, inner = x.unflatten(dim, (-1, group)), dim  # the groups' own axis comes before the grouped one
+    if symmetric:
+        largest = (1 << (bits - 1)) - 1
+        scale = _round_up(x.abs().amax(inner, keepdim=True) / largest)
+        codes = (x * scale.float().reciprocal()).add_(largest + 1.5).to(torch.uint8)
+        minimum = None
+    else:
+        low, high = x.amin(inner, keepdim=True), x.amax(inner, keepdim=True)
+        least = (low - low.abs() * (2 * FP16_STEP)).to(torch.float16)
+        scale = _round_up((high - least.float()) / ((1 << bits) - 1))
+        inverse = scale.float().reciprocal()
+        # floor(v + 0.5) by truncation: nothing here is negative
+        codes = torch.addcmul(0.5 - least.float() * inverse, x, inverse).to(torch.uint8)
+        minimum = least.squeeze(inner)
+    return codes.flatten(dim - 1, dim).narrow(dim, 0, size), scale.squeeze(inner), minimum
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor | None,
+    bits: int,
+    dim: int,
+    out: Tensor,
+    *,
+    group_size: int | None = None,
+) -> None:
+    """Write `codes * scale + minimum` into `out` [..., T, D] (any float dtype, may be strided)."""
+    spread = scale.float()
+    least = spread * -float(1 << (bits - 1)) if minimum is None else minimum.float()
+    if group_size is not None and scale.shape[dim] > 1:
+        spread, least = (
+            part.repeat_interleave(group_size, dim).narrow(dim, 0, codes.shape[dim]) for part in (spread, least)
+        )
+    values = codes.to(torch.float32)
+    target = out if out.dtype == torch.float32 else values
+    torch.addcmul(least, values, spread, out=target)
+    if target is not out:
+        out.copy_(values)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., D] -> bytes [..., ceil(D / 8) * bits at most]; nothing is wasted when D % 8 == 0.
+
+    4 and 2 bits: the halves (quarters) of the head dimension side by side in a byte, so that unpacking writes
+    runs. 3 bits: a 2-bit plane of the low bits, then a 1-bit plane of the high ones.
+    """
+    if bits == 8:
+        return codes
+    if bits == 3:
+        codes = _padded(codes, 8)
+        return torch.cat([_interleave(codes & 3, 2), _interleave(codes >> 2, 1)], -1)
+    return _interleave(_padded(codes, 8 // bits), bits)
+
+
+def unpack(packed: Tensor, bits: int, dim_size: int) -> Tensor:
+    """The inverse of `pack`: uint8 codes [..., dim_size]."""
+    if bits == 8:
+        return packed
+    if bits == 3:
+        low = packed.shape[-1] * 2 // 3
+        codes = _separate(packed[..., :low], 2) | (_separate(packed[..., low:], 1) << 2)
+    else:
+        codes = _separate(packed, bits)
+    return codes[..., :dim_size]
+
+
 @lru_cache(maxsize=16)
 def hadamard(dim: int, device: torch.device) -> Tensor:
     """Rotation [D, D] of the head dimension that spreads outlying channels: it is its own inverse.
@@ -32,39 +112,29 @@ def hadamard(dim: int, device: torch.device) -> Tensor:
     return torch.block_diag(*[block] * (dim // len(block))).to(device, torch.float32)
 
 
-def quantize(x: Tensor, bits: int, dim: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Encode `x` [..., float32] in groups along `dim`.
-
-    Returns (codes, scale, minimum): codes like `x` in uint8 (int8 if symmetric), scale and minimum in fp16
-    with size 1 along `dim`; the minimum is None if symmetric. NaN, Inf and magnitudes beyond fp16 show as a
-    scale or minimum that is not finite; the caller checks.
-    """
-    if symmetric:
-        largest = (1 << (bits - 1)) - 1
-        span = x.abs().amax(dim, keepdim=True)
-        scale = _round_up(span / largest)
-        # floor(v + 0.5) through truncation of a number that is never negative: shift up, truncate, shift down
-        shifted = (x * scale.float().reciprocal()).add_(largest + 1.5).to(torch.uint8)
-        return shifted.to(torch.int8) - (largest + 1), scale, None
-    levels = (1 << bits) - 1
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    minimum = (low - low.abs() * (2 * FP16_STEP)).to(torch.float16)
-    scale = _round_up((high - minimum.float()) / levels)
-    inverse = scale.float().reciprocal()
-    return torch.addcmul(0.5 - minimum.float() * inverse, x, inverse).to(torch.uint8), scale, minimum
-
-
-def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor | None, out: Tensor) -> None:
-    """Write `codes * scale + minimum` into `out` (any float dtype, may be strided)."""
-    values = codes.to(torch.float32)
-    target = out if out.dtype == torch.float32 else values
-    if minimum is None:
-        torch.mul(values, scale.float(), out=target)
-    else:
-        torch.addcmul(minimum.float(), values, scale.float(), out=target)
-    if target is not out:
-        out.copy_(values)
-
-
 def _round_up(scale: Tensor) -> Tensor:
     return (scale * (1 + 2 * FP16_STEP)).clamp_min(SMALLEST_SCALE).to(torch.float16)
+
+
+def _sizes(x: Tensor, dim: int, size: int) -> list[int]:
+    sizes = list(x.shape)
+    sizes[dim] = size
+    return sizes
+
+
+def _padded(codes: Tensor, multiple: int) -> Tensor:
+    missing = -codes.shape[-1] % multiple
+    return torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+
+
+def _interleave(codes: Tensor, bits: int) -> Tensor:
+    parts = codes.chunk(8 // bits, -1)
+    packed = parts[0].clone()
+    for index, part in enumerate(parts[1:], 1):
+        packed |= part << (bits * index)
+    return packed
+
+
+def _separate(packed: Tensor, bits: int) -> Tensor:
+    mask = (1 << bits) - 1
+    return torch.cat([(packed >> (bits * index)) & mask for index in range(8 // bits)], -1)
