@@ -223,7 +223,11 @@ class Engine:
         """
         tensors = [*self.model.parameters(), *self.model.buffers()]
         versions = sum(t._version for t in tensors if not t.is_inference())
-        looked_at = torch.stack([t.detach()[tuple(n // 2 for n in t.shape)].float() for t in tensors]).tolist()
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                by_device.setdefault(tensor.device, []).append(tensor.detach()[tuple(n // 2 for n in tensor.shape)])
+        looked_at = [v for held in by_device.values() for v in torch.stack([t.float() for t in held]).tolist()]
         places = hash(tuple(t.data_ptr() for t in tensors))
         return len(tensors), versions, tuple(looked_at), places, _active_adapters(self.model)
 
