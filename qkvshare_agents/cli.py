@@ -1,4 +1,4 @@
-"""The command line: `qkvshare models`, `qkvshare bench`.
+"""The command line: `qkvshare models`, `qkvshare bench`, `qkvshare eval`.
 
 Commands import what they need when they run, so that `--help` doesn't wait for torch.
 """
@@ -19,8 +19,10 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Bring and list models.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+eval_app = typer.Typer(help="Compare ways to store KV caches.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
 
 
 @models_app.command("pull")
@@ -65,6 +67,35 @@ def bench_handoff(
         typer.echo(json.dumps(result, indent=2))
     else:
         handoff.show(result)
+
+
+@eval_app.command("fidelity")
+def eval_fidelity(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    tokens: Annotated[
+        int | None, typer.Option(min=16, help="Cached tokens per sample.", show_default="2048, reduced 512")
+    ] = None,
+    reduced: Annotated[bool, typer.Option("--reduced", help="Few positions: about a minute.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Also draw KL over bytes (png, svg, pdf).")
+    ] = None,
+) -> None:
+    """Next-token KL, bytes and times of every way to store a KV cache, ours and others."""
+    from dataclasses import replace
+
+    from qkvshare_agents.eval import fidelity, plot, table
+
+    if plot_file:
+        plot.require()
+    plan = fidelity.REDUCED if reduced else fidelity.FULL
+    result = fidelity.run(model=model, plan=replace(plan, tokens=tokens or plan.tokens))
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        table.show(result)
+    if plot_file:
+        plot.draw(result, plot_file)
 
 
 def main() -> None:

@@ -1,0 +1,226 @@
+"""The measuring stick: controls at both ends, measured bytes, the same numbers twice."""
+
+import json
+import os
+
+import pytest
+import torch
+from support import tiny_engine
+from typer.testing import CliRunner
+
+from qkvshare_agents import cli, models, page
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import InvalidSetting, MissingDependency, ModelNotFound
+from qkvshare_agents.eval import corpus, fidelity, plot, schemes, table
+from qkvshare_agents.eval.fidelity import Plan
+from qkvshare_agents.eval.packing import kl_divergence, kl_divergences
+from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.page import Precision
+
+PLAN = Plan(tokens=160, samples=3, positions=24, repeat_positions=16)
+EXTRA = {"k8 page 32": Precision(page_size=32)}
+TIMES = {"seal_ms", "open_ms"}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine()
+
+
+@pytest.fixture(scope="module")
+def result(engine: Engine) -> dict:
+    return fidelity.run(plan=PLAN, engine=engine, extra=EXTRA)
+
+
+@pytest.fixture(scope="module")
+def rows(result: dict) -> dict[str, dict]:
+    return {row["scheme"]: row for row in result["rows"]}
+
+
+@pytest.fixture
+def filled(engine: Engine) -> KVCache:
+    assert engine.shape is not None
+    kv = KVCache(engine.shape)
+    engine.feed(engine.begin(kv), corpus.tokens(engine.template.encoder, 100))
+    return kv
+
+
+def test_rows_have_all_keys_and_json_takes_them(result: dict) -> None:
+    for row in result["rows"]:
+        assert set(fidelity.MEASURES) | {"scheme", "group"} <= row.keys()
+        if "skipped" not in row:
+            assert all(row[key] is not None for key in fidelity.MEASURES if key != "packed_bits_per_value")
+    assert len({row["scheme"] for row in result["rows"]}) == len(result["rows"])
+    assert json.loads(json.dumps(result)) == result
+    header = result["header"]
+    assert (header["tokens"], header["positions"], header["repeat_positions"]) == (160, 72, 48)
+    assert {"model", "versions", "date"} <= header.keys()
+
+
+def test_presets_sweep_and_extra_are_measured(rows: dict[str, dict]) -> None:
+    assert {"native", "no_context", "wrong_context", *page.PRESETS, *EXTRA, "int8 per token"} <= rows.keys()
+    precisions = [*page.PRESETS.values(), *(p for _, p in schemes.sweep())]
+    assert {(p.key_bits, p.value_bits) for p in precisions} >= {(8, 8), (4, 4), (4, 2), (2, 2)}
+
+
+def test_native_is_exact_and_lost_context_shows(rows: dict[str, dict]) -> None:
+    for key in ("mean_kl", "p99_kl", "repeat_mean_kl", "ppl_delta"):
+        assert abs(rows["native"][key]) <= 1e-9
+    assert rows["native"]["top1"] == rows["native"]["repeat_top1"] == 1.0
+    for control in ("no_context", "wrong_context"):
+        for key in ("mean_kl", "repeat_mean_kl"):
+            assert rows[control][key] > 100 * rows["safe"][key]
+        assert rows[control]["top1"] < 0.5
+
+
+def test_fewer_bits_are_further_off(rows: dict[str, dict]) -> None:
+    for names in (["safe", "k4v4", "k2v2"], ["float16", "int8 per token", "int4 per token"]):
+        errors, sizes = ([rows[name][key] for name in names] for key in ("mean_kl", "stored_bytes"))
+        assert errors == sorted(errors) and sizes == sorted(sizes, reverse=True)
+
+
+def test_bytes_are_those_of_the_storages(rows: dict[str, dict], engine: Engine) -> None:
+    assert engine.shape is not None
+    half = engine.shape.fp16_bytes(160)
+    assert rows["float16"]["stored_bytes"] == half and rows["native"]["stored_bytes"] == 2 * half
+    assert rows["no_context"]["stored_bytes"] == 0
+    # head size 12: codes, and fp16 scale and minimum for each token's head
+    assert rows["int8 per token"]["packed_bits_per_value"] == pytest.approx(8 + 32 / 12)
+    assert rows["int4 per token"]["packed_bits_per_value"] == pytest.approx(4 + 32 / 12)
+    assert rows["float8 per token"]["packed_bits_per_value"] == pytest.approx(8 + 16 / 12)
+    # pages: sinks and the unfilled page weigh on the whole, not on the packed part
+    assert rows["safe"]["bits_per_value"] > rows["safe"]["packed_bits_per_value"] > 8
+
+
+def test_a_view_counts_its_whole_storage_once() -> None:
+    base = torch.zeros(100)
+    assert schemes.storage_bytes([base[:3], base[50:]]) == 400
+
+
+def test_the_same_numbers_twice(result: dict, engine: Engine) -> None:
+    again = fidelity.run(plan=PLAN, engine=engine, extra=EXTRA)
+    for a, b in zip(result["rows"], again["rows"], strict=True):
+        assert {k: v for k, v in a.items() if k not in TIMES} == {k: v for k, v in b.items() if k not in TIMES}
+
+
+def test_schemes_leave_the_source_as_it_was_and_fill_the_target(engine: Engine, filled: KVCache) -> None:
+    before = [part.clone() for part in filled.span(0, 100)]
+    for scheme in schemes.all_schemes(engine.config):
+        if scheme.optional or scheme.name in ("no_context", "k2v2", "k2v2 plain"):
+            continue
+        target = KVCache(filled.shape)
+        scheme.seal(filled).open_into(target)
+        assert target.tokens == 100, scheme.name
+        for part, got, expected in zip("kv", target.span(0, 100), before, strict=True):
+            assert (got - expected).norm() / expected.norm() < 0.3, (scheme.name, part)
+    assert all(torch.equal(a, b) for a, b in zip(before, filled.span(0, 100), strict=True))
+
+
+def test_a_competitor_that_can_not_run_is_skipped_with_the_reason(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(kv: KVCache) -> schemes.Stored:
+        raise ImportError("install\n  it")
+
+    tried = [schemes.paged("native", page.PRESETS["native"]), schemes.Scheme("absent", "other", missing, optional=True)]
+    monkeypatch.setattr(schemes, "all_schemes", lambda *_: tried)
+    row = fidelity.run(plan=PLAN, engine=engine)["rows"][1]
+    assert row["skipped"] == "ImportError: install it" and row["mean_kl"] is None
+    tried[1] = schemes.Scheme("ours", "ours", missing)
+    with pytest.raises(ImportError):
+        fidelity.run(plan=PLAN, engine=engine)
+
+
+def test_transformers_own_float8_cache_is_in_the_table(rows: dict[str, dict]) -> None:
+    row = rows["fp8"]
+    if "skipped" not in row:  # from the transformers version on that has it
+        assert 0 < row["mean_kl"] < rows["int4 per token"]["mean_kl"]
+        assert 8 <= row["bits_per_value"] < 8.2
+
+
+def test_samples_are_disjoint_deterministic_and_of_three_kinds(engine: Engine) -> None:
+    found = corpus.samples(engine.template, 400, 6)
+    assert found == corpus.samples(engine.template, 400, 6)
+    assert [sample.kind for sample in found] == ["prose", "code", "chat"] * 2
+    assert {len(sample.ids) for sample in found} == {400}
+    assert len({sample.ids[sample.opening_tokens :][:50] for sample in found}) == 6
+    turn = engine.template.turn
+    chat = found[2].ids
+    assert sum(chat[i : i + len(turn)] == turn for i in range(len(chat))) >= 1
+
+
+def test_a_corpus_that_is_too_small_says_so(engine: Engine) -> None:
+    with pytest.raises(InvalidSetting, match="not enough"):
+        corpus.samples(engine.template, 2_000_000, 3)
+
+
+def test_rows_of_divergences_equal_the_single_one() -> None:
+    a, b = torch.randn(70, 50), torch.randn(70, 50)
+    assert kl_divergences(a, b).tolist() == pytest.approx([kl_divergence(x, y) for x, y in zip(a, b, strict=True)])
+
+
+def test_a_continuation_longer_than_the_room_behind_the_cache(engine: Engine) -> None:
+    result = fidelity.run(plan=Plan(tokens=300, samples=2, positions=600, repeat_positions=16), engine=engine)
+    assert result["rows"][0]["mean_kl"] <= 1e-9 and result["header"]["positions"] == 1200
+
+
+@pytest.mark.parametrize("plan", [{"tokens": 1}, {"samples": 1}, {"positions": 0}, {"repeat_positions": 4096}])
+def test_a_plan_that_makes_no_sense_is_refused(plan: dict) -> None:
+    with pytest.raises(InvalidSetting):
+        Plan(**plan)
+
+
+def test_a_plan_beyond_the_context_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidSetting, match="4096"):
+        fidelity.run(plan=Plan(tokens=4090), engine=engine)
+
+
+def test_the_table_fits_100_columns(result: dict, capsys: pytest.CaptureFixture) -> None:
+    table.show(result)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in lines) and not any("…" in line for line in lines)
+    assert any(line.strip().startswith("wrong_context") for line in lines)
+
+
+def test_the_frontier_has_no_row_that_another_beats() -> None:
+    points = [(10, 3.0), (20, 1.0), (20, 2.0), (30, 1.5), (40, 0.5)]
+    best = plot.frontier([{"stored_bytes": size, "mean_kl": kl} for size, kl in points])
+    assert [(row["stored_bytes"], row["mean_kl"]) for row in best] == [(10, 3.0), (20, 1.0), (40, 0.5)]
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(MissingDependency, match=r"qkvshare-agents\[plot\]"):
+        plot.require()
+
+
+def test_a_plot_is_written(result: dict, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    plot.draw(result, str(tmp_path / "frontier.svg"))
+    assert "int8 per token" in (tmp_path / "frontier.svg").read_text()
+    with pytest.raises(InvalidSetting, match="nonsense"):
+        plot.draw(result, str(tmp_path / "frontier.nonsense"))
+
+
+def test_the_command_prints_json(result: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+    monkeypatch.setattr(fidelity, "run", lambda **settings: asked.update(settings) or result)
+    printed = CliRunner().invoke(cli.app, ["eval", "fidelity", "--reduced", "--tokens", "256", "--json"])
+    assert json.loads(printed.stdout) == result
+    assert asked["plan"].tokens == 256 and asked["plan"].positions == fidelity.REDUCED.positions
+
+
+def test_on_the_demo_model_ours_beat_plain_integers() -> None:
+    try:
+        models.resolve("smollm2-135m")
+    except ModelNotFound:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip("the demo model is not here; `make model` brings it")
+    result = fidelity.run(plan=Plan(tokens=256, samples=3, positions=16, repeat_positions=16))
+    rows = {row["scheme"]: row for row in result["rows"]}
+    assert rows["native"]["mean_kl"] <= 1e-9 and rows["safe"]["mean_kl"] <= 2e-4
+    assert rows["safe"]["mean_kl"] < rows["int8 per token"]["mean_kl"]
+    assert rows["k4v4"]["mean_kl"] < rows["int4 per token"]["mean_kl"] / 2
+    for key in ("mean_kl", "repeat_mean_kl"):
+        assert min(rows["no_context"][key], rows["wrong_context"][key]) > 20 * rows["k4v4"][key]
