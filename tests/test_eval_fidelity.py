@@ -1,16 +1,15 @@
 """The measuring stick: controls at both ends, measured bytes, the same numbers twice."""
 
 import json
-import os
 
 import pytest
 import torch
 from support import tiny_engine
 from typer.testing import CliRunner
 
-from qkvshare_agents import cli, models, page
+from qkvshare_agents import cli, page
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import InvalidSetting, MissingDependency, ModelNotFound
+from qkvshare_agents.errors import InvalidSetting, MissingDependency
 from qkvshare_agents.eval import corpus, fidelity, plot, schemes, table
 from qkvshare_agents.eval.fidelity import Plan
 from qkvshare_agents.eval.packing import kl_divergence, kl_divergences
@@ -210,14 +209,8 @@ def test_the_command_prints_json(result: dict, monkeypatch: pytest.MonkeyPatch) 
     assert asked["plan"].tokens == 256 and asked["plan"].positions == fidelity.REDUCED.positions
 
 
-def test_on_the_demo_model_ours_beat_plain_integers() -> None:
-    try:
-        models.resolve("smollm2-135m")
-    except ModelNotFound:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip("the demo model is not here; `make model` brings it")
-    result = fidelity.run(plan=Plan(tokens=256, samples=3, positions=16, repeat_positions=16))
+def test_on_the_demo_model_ours_beat_plain_integers(demo_engine: Engine) -> None:
+    result = fidelity.run(plan=Plan(tokens=256, samples=3, positions=16, repeat_positions=16), engine=demo_engine)
     rows = {row["scheme"]: row for row in result["rows"]}
     assert rows["native"]["mean_kl"] <= 1e-9 and rows["safe"]["mean_kl"] <= 2e-4
     assert rows["safe"]["mean_kl"] < rows["int8 per token"]["mean_kl"]

@@ -1,27 +1,18 @@
 """The demo model, for real: exact without quantization, close with it, in AutoGen's own team."""
 
-import os
-
 import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
 
-from qkvshare_agents import QKVShareClient, models, page
+from qkvshare_agents import QKVShareClient, page
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import ModelNotFound
 from qkvshare_agents.eval import corpus, handoff
 from qkvshare_agents.kv_cache import KVCache
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    try:
-        models.resolve("smollm2-135m")
-    except ModelNotFound:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip("the demo model is not here; `make model` brings it")
-    return Engine.load("smollm2-135m", dtype="float32")
+@pytest.fixture
+def engine(demo_engine: Engine) -> Engine:
+    return demo_engine
 
 
 def test_prompt_ids_equal_the_models_own_template(engine: Engine) -> None:

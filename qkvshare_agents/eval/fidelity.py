@@ -5,6 +5,7 @@ after a cue, which looks every token up and separates schemes far better.
 """
 
 import datetime
+import gc
 import importlib.metadata
 import platform
 import statistics
@@ -124,6 +125,7 @@ def run(
                 for score, block, reference in zip((tally.score, tally.repeat), blocks, references, strict=True):
                     score.add(_logits(engine, working, block), reference, block.targets)
         other = source
+        gc.collect()  # a store's nodes point at each other: its pages would stay for many samples
     values = plan.tokens * shape.layers * shape.heads * (shape.key_dim + shape.value_dim)
     return {"header": _header(engine, plan, shape), "rows": [_row(s, tallies[s.name], values) for s in tried]}
 
