@@ -111,6 +111,8 @@ class Host:
         salt = hashlib.sha256(self.settings.salt.encode()).digest()
         root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
         if self._store is None or root != self._root:
+            if self._store:
+                self._store.clear()
             self._store, self._root = PageStore(root, self.settings.budget_bytes), root
         return self._store
 
@@ -146,6 +148,8 @@ class Host:
     def close(self) -> None:
         """Let the running turn end, refuse further ones, and free the model and all pages."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._store:
+            self._store.clear()
         self._engine = self._store = self._kv = None
 
     def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:

@@ -118,9 +118,10 @@ class PageStore:
         return len(pages)
 
     def clear(self) -> None:
-        """Forget every page."""
+        """Forget every page, and free its memory at once: parents and children point at each other."""
         with self._lock:
-            self._root.children.clear()
+            for node in [self._root, *_walk(self._root)]:
+                node.children.clear()
 
     @property
     def nbytes(self) -> int:

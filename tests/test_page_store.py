@@ -4,8 +4,10 @@ The fake KV of token t is a hash of ids[:t + 1]: it differs whenever anything be
 that reading a match back proves that every token's KV belongs to exactly that prefix.
 """
 
+import gc
 import hashlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -415,3 +417,15 @@ def test_a_turn_that_overtakes_another_meanwhile_loses_nothing() -> None:
     keys = Counter(node.key for node in nodes(store))
     assert max(keys.values()) == 1
     assert all(not (node.children and not node.sealed) for node in nodes(store)), "an open run is a leaf"
+
+
+def test_cleared_pages_are_freed_without_a_garbage_collection() -> None:
+    store = Store()
+    store.put(ids_from(0, 200))
+    pages = [weakref.ref(page) for page, _ in store.match(ids_from(0, 200)).runs]
+    gc.disable()
+    try:
+        store.clear()
+        assert len(pages) > 3 and all(page() is None for page in pages)
+    finally:
+        gc.enable()
