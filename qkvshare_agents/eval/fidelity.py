@@ -7,6 +7,7 @@ after a cue, which looks every token up and separates schemes far better.
 import datetime
 import gc
 import importlib.metadata
+import math
 import platform
 import statistics
 import time
@@ -68,17 +69,17 @@ class _Block:
 class _Score:
     """Per position, over all samples: KL to native in nats, equal argmax, the target's log probability lost."""
 
-    kl: list[Tensor] = field(default_factory=list)
-    agrees: list[Tensor] = field(default_factory=list)
-    lost: list[Tensor] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    agrees: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
 
     def add(self, logits: Tensor, reference: Tensor, targets: Ids) -> None:
         """logits, reference (native): [N, V]; targets: N ids."""
         wanted = torch.tensor(targets, device=logits.device)
-        self.kl.append(kl_divergences(reference, logits))
-        self.agrees.append((logits.argmax(-1) == reference.argmax(-1)).double())
+        self.kl += kl_divergences(reference, logits).tolist()  # small tensors would pin the heap around large ones
+        self.agrees += (logits.argmax(-1) == reference.argmax(-1)).tolist()
         losses = [torch.nn.functional.cross_entropy(x, wanted, reduction="none").double() for x in (logits, reference)]
-        self.lost.append(losses[0] - losses[1])
+        self.lost += (losses[0] - losses[1]).tolist()
 
 
 @dataclass
@@ -196,18 +197,18 @@ def _row(scheme: Scheme, tally: _Tally, values: int) -> dict[str, Any]:
     if tally.skipped:
         return {**row, "skipped": tally.skipped}
     stored, packed, packed_values = (statistics.fmean(column) for column in zip(*tally.weights, strict=True))
-    kl, repeat_kl = torch.cat(tally.score.kl), torch.cat(tally.repeat.kl)
+    score, repeat = tally.score, tally.repeat
     return {
         **row,
         "stored_bytes": round(stored),
         "bits_per_value": stored * 8 / values,
         "packed_bits_per_value": packed * 8 / packed_values if packed_values else None,
-        "mean_kl": float(kl.mean()),
-        "p99_kl": float(kl.quantile(0.99)),
-        "top1": float(torch.cat(tally.score.agrees).mean()),
-        "ppl_delta": float(torch.cat(tally.score.lost).mean().exp() - 1) * 100,
-        "repeat_mean_kl": float(repeat_kl.mean()),
-        "repeat_top1": float(torch.cat(tally.repeat.agrees).mean()),
+        "mean_kl": statistics.fmean(score.kl),
+        "p99_kl": float(torch.tensor(score.kl).quantile(0.99)),
+        "top1": statistics.fmean(score.agrees),
+        "ppl_delta": math.expm1(statistics.fmean(score.lost)) * 100,
+        "repeat_mean_kl": statistics.fmean(repeat.kl),
+        "repeat_top1": statistics.fmean(repeat.agrees),
         "seal_ms": statistics.median(tally.seal_ms),
         "open_ms": statistics.median(tally.open_ms),
     }
