@@ -194,7 +194,7 @@ def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_plot_is_written(result: dict, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="plots are an extra")
     plot.draw(result, str(tmp_path / "frontier.svg"))
     assert "int8 per token" in (tmp_path / "frontier.svg").read_text()
     with pytest.raises(InvalidSetting, match="nonsense"):

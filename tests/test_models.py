@@ -235,7 +235,7 @@ def test_conversion_without_the_extra(monkeypatch, gguf):
 
 
 def test_damaged_gguf(gguf, home):
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="converting GGUF is an extra")
     with pytest.raises(UnsupportedModel, match=r"weights\.gguf"):
         models.pull(NAME, source=str(gguf))
     assert visible(home) == []
