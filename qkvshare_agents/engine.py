@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.cache_utils import Cache, DynamicLayer
 
 from qkvshare_agents import fingerprint, models
+from qkvshare_agents.configuration import active_adapters, eos_ids, rope_switch_tokens
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
@@ -21,10 +22,11 @@ from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
 _PROBE_TOKENS = 12
+_SLIDING = "DynamicSlidingWindowLayer"
+_LONGEST_PROBED_WINDOW = 1024  # tokens; so that loading stays a matter of seconds on a CPU
 # How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
 # anew with every longer call); or only as a whole, with no cache at all.
 Replay = Literal["chunks", "steps", "whole"]
-_LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
 class _KVCacheLayer(DynamicLayer):
@@ -59,6 +61,7 @@ class Engine:
 
     refusal: why KV can't be handed over (then every turn is text replay), or None.
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
+    cache_argument: what the model's forward calls its cache.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
@@ -68,12 +71,12 @@ class Engine:
         self.config = model.config.get_text_config()
         self.template = Template(tokenizer, thinking=thinking)
         accepted = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
+        self.cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._keeps_logits = "logits_to_keep" in accepted
         self._takes_positions = "position_ids" in accepted
         self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
-        self.kv_limit_tokens = _rope_switch_tokens(self.config)
-        self.stop_ids = self.template.stop_ids(_eos_ids(model, tokenizer))
+        self.kv_limit_tokens = rope_switch_tokens(self.config)
+        self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
         self.shape: KVShape | None = None
         self._replay: Replay = "chunks"
         self.refusal = self._probe()
@@ -117,7 +120,7 @@ class Engine:
             self._fingerprint = Fingerprint(
                 architecture=fingerprint.hash_config(self.config.to_dict()),
                 weights=fingerprint.hash_weights(self.model.state_dict().items()),
-                lora_adapters=str(_active_adapters(self.model)),
+                lora_adapters=str(active_adapters(self.model)),
                 dtype=str(self.model.dtype),
                 tokenizer=fingerprint.hash_text(self.tokenizer.backend_tokenizer.to_str()),
                 chat_template=fingerprint.hash_text(str(template)),
@@ -156,34 +159,54 @@ class Engine:
             return PREFILL_CHUNK_TOKENS
         return 1 if self._replay == "steps" and run.tokens else count
 
+    @torch.inference_mode()
+    def logits(self, kv: KVCache, ids: Sequence[int], count: int) -> Tensor:
+        """Logits [count, V] in float32 behind each of the last `count` of `ids`, read behind `kv` and then forgotten.
+
+        One forward for all of `ids`: for measurements, where the ids are known beforehand.
+        """
+        before = kv.tokens
+        try:
+            return self._read(self.begin(kv), ids, count)
+        finally:
+            kv.crop(before)
+
     def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
         if run.kv is None:
             run.ids += ids
         if run.kv is None and self._replay == "whole":
             run.cache, run.tokens, ids = DynamicCache(config=self.config), 0, run.ids
+        return self._read(run, ids, 1)[0]
+
+    def _read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
         device = self.model.device
-        arguments: dict[str, Any] = {self._cache_argument: run.cache, "use_cache": True}
+        arguments: dict[str, Any] = {self.cache_argument: run.cache, "use_cache": True}
         if self._takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
         if self._keeps_logits:
-            arguments["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = count
         output = self.model(input_ids=torch.tensor([list(ids)], device=device), **arguments)
         run.tokens += len(ids)
-        return output.logits[0, -1].float()
+        return output.logits[0, -count:].float()
 
     @torch.inference_mode()
     def _probe(self) -> str | None:
         """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
         cache = DynamicCache(config=self.config)
-        kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"DynamicLayer"})
+        kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", _SLIDING})
         if kinds:
             return f"{self.config.model_type} has layers whose KV can't be handed over yet: {', '.join(kinds)}"
+        window = max(filter(None, _windows(cache)), default=0)
+        if window > _LONGEST_PROBED_WINDOW:
+            return f"a sliding window of {window} tokens is longer than what is probed ({_LONGEST_PROBED_WINDOW})"
+        ids = self._probe_ids(window + _PROBE_TOKENS)  # a window shows only beyond its length
+        split = len(ids) - _PROBE_TOKENS // 2
         try:
-            expected = self._forward(Run(cache, None, 0), self._probe_ids)
+            expected = self._forward(Run(cache, None, 0), ids)
             self.shape = _shape_of(cache)
             kv = KVCache(self.shape)
-            self._forward(self.begin(kv), self._probe_ids[: _PROBE_TOKENS // 2])
-            got = self._forward(self.begin(kv), self._probe_ids[_PROBE_TOKENS // 2 :])
+            self._forward(self.begin(kv), ids[:split])
+            got = self._forward(self.begin(kv), ids[split:])
         except UnsupportedModel as error:
             return str(error)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -195,21 +218,21 @@ class Engine:
     @torch.inference_mode()
     def _probe_replay(self) -> Replay:
         """Find out how this model's own cache may be filled."""
-        expected = self._forward(self.begin(None), self._probe_ids)
+        ids = self._probe_ids(_PROBE_TOKENS)
+        expected = self._forward(self.begin(None), ids)
         splits: list[tuple[Replay, int]] = [("chunks", _PROBE_TOKENS // 2), ("steps", _PROBE_TOKENS - 1)]
         for way, at in splits:
             run = self.begin(None)
             try:
-                self._forward(run, self._probe_ids[:at])
-                if self._agree(self._forward(run, self._probe_ids[at:]), expected):
+                self._forward(run, ids[:at])
+                if self._agree(self._forward(run, ids[at:]), expected):
                     return way
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 continue
         return "whole"
 
-    @property
-    def _probe_ids(self) -> list[int]:
-        return [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(_PROBE_TOKENS)]
+    def _probe_ids(self, count: int) -> list[int]:
+        return [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(count)]
 
     def _agree(self, a: Tensor, b: Tensor) -> bool:
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
@@ -229,7 +252,7 @@ class Engine:
                 by_device.setdefault(tensor.device, []).append(tensor.detach()[tuple(n // 2 for n in tensor.shape)])
         looked_at = [v for held in by_device.values() for v in torch.stack([t.float() for t in held]).tolist()]
         places = hash(tuple(t.data_ptr() for t in tensors))
-        return len(tensors), versions, tuple(looked_at), places, _active_adapters(self.model)
+        return len(tensors), versions, tuple(looked_at), places, active_adapters(self.model)
 
 
 def _shape_of(cache: Cache) -> KVShape:
@@ -244,35 +267,10 @@ def _shape_of(cache: Cache) -> KVShape:
     heads, key_dim, value_dim, dtype, device, value_heads = shapes.pop()
     if value_heads != heads:
         raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-    return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, device)
+    windows = _windows(cache)
+    return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, device, windows if any(windows) else ())
 
 
-def _rope_switch_tokens(config: Any) -> int | None:
-    """The length beyond which a `dynamic` or `longrope` model uses other frequencies for all its keys."""
-    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [ropes, *(r for r in ropes.values() if isinstance(r, dict))]
-    for rope in nested:
-        if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPES:
-            original = rope.get("original_max_position_embeddings")
-            return (
-                original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-            )
-    return None
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    found: list[int] = []
-    for eos in (
-        getattr(model.generation_config, "eos_token_id", None),
-        model.config.eos_token_id,
-        tokenizer.eos_token_id,
-    ):
-        found += eos if isinstance(eos, list) else [eos] if eos is not None else []
-    return found
-
-
-def _active_adapters(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of LoRA adapters in effect (their weights are among the parameters)."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return ()
-    return tuple(model.active_adapters())
+def _windows(cache: Cache) -> tuple[int | None, ...]:
+    """Per layer, how many tokens transformers' own cache keeps at most (None: all)."""
+    return tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)

@@ -21,6 +21,7 @@ from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
 from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
 from qkvshare_agents.planner import Plan, plan
 from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.rotation import settle
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Prompt, lay_out, ledger_key
 from qkvshare_agents.turn import Answer, Turn
@@ -77,12 +78,12 @@ class Host:
 
     def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
         self.settings = settings
-        self.precision: Precision = preset(settings.precision)
+        self._precision = preset(settings.precision)
         self.ledger = Ledger()
         self.roster = Roster()
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
         self._engine = engine
-        self._loading = threading.Lock()
+        self._loading, self._settled = threading.Lock(), False
         self._store: PageStore | None = None
         self._root = b""
         self._kv: KVCache | None = None
@@ -102,8 +103,18 @@ class Host:
                     attn_implementation=s.attn_implementation,
                     thinking=s.thinking,
                 )
-                _ = self._engine.fingerprint  # hashing the weights is part of loading, not of the first turn
+            if not self._settled:
+                _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
+                if self.settings.handoff:
+                    self._precision = settle(self._precision, self._engine)
+                self._settled = True
             return self._engine
+
+    @property
+    def precision(self) -> Precision:
+        """How pages are sealed, with what the preset leaves to a probe of the model settled."""
+        _ = self.engine
+        return self._precision
 
     @property
     def store(self) -> PageStore:

@@ -18,7 +18,11 @@ _ROUND_TOKENS = 256
 
 @dataclass(frozen=True)
 class KVShape:
-    """Keys [L, H, T, key_dim] and values [L, H, T, value_dim] of a model whose layers are all alike."""
+    """Keys [L, H, T, key_dim] and values [L, H, T, value_dim] of a model whose layers are all alike.
+
+    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. Their KV is
+    kept for all tokens nevertheless, so that a conversation can be continued from any token; masks do the rest.
+    """
 
     layers: int
     heads: int
@@ -26,10 +30,13 @@ class KVShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int | None, ...] = ()
 
     def fp16_bytes(self, tokens: int) -> int:
-        """What `tokens` tokens take in a 16-bit cache: the yardstick of every payload ratio."""
-        return 2 * tokens * self.layers * self.heads * (self.key_dim + self.value_dim)
+        """What `tokens` tokens take in a 16-bit cache, of windows only what they show: the yardstick of all ratios."""
+        windows = self.windows or (None,) * self.layers
+        kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows)
+        return 2 * kept * self.heads * (self.key_dim + self.value_dim)
 
 
 class KVCache:

@@ -96,9 +96,50 @@ def test_working_cache_and_transformers_cache_agree_over_several_chunks() -> Non
     assert (ours - theirs).abs().max() <= MAX_DIFFERENCE
 
 
-@pytest.mark.parametrize("kind", ["mamba", "gemma3_text"])
-def test_other_layer_kinds_are_refused_by_name(kind: str) -> None:
-    engine = tiny_engine(kind)
+SLIDING = [
+    ("mistral", {"sliding_window": 24}),  # every layer
+    ("gemma3_text", {"sliding_window": 24, "head_dim": 16}),  # sliding and full layers
+    ("cohere2", {"sliding_window": 24}),
+]
+
+
+@pytest.mark.parametrize(("kind", "overrides"), SLIDING)
+@pytest.mark.parametrize("shared", [12, 23, 24, 25, 100])
+def test_a_handoff_is_exact_within_and_beyond_a_window(kind: str, overrides: dict, shared: int) -> None:
+    engine = tiny_engine(kind, **overrides)
+    assert engine.refusal is None and engine.shape and 24 in engine.shape.windows
+    ids = ids_of_length(160)
+    got = handed_over(engine, ids, shared, page.preset("native"))
+    assert (got - uninterrupted(engine, ids)).abs().max() <= MAX_DIFFERENCE
+
+
+def test_windows_count_in_the_yardstick_only_as_far_as_they_show() -> None:
+    shape = tiny_engine("mistral", sliding_window=24).shape
+    assert shape and shape.fp16_bytes(10) == 10 * shape.fp16_bytes(1)
+    assert shape.fp16_bytes(1000) == shape.fp16_bytes(23)
+
+
+def test_a_window_that_is_too_long_to_probe_is_refused() -> None:
+    engine = tiny_engine("mistral", sliding_window=2000)
+    assert engine.refusal is not None and "2000 tokens" in engine.refusal
+
+
+def test_logits_of_several_positions_are_those_of_one_after_the_other() -> None:
+    engine = tiny_engine()
+    assert engine.shape
+    ids, kv = ids_of_length(60), KVCache(engine.shape)
+    engine.feed(engine.begin(kv), ids[:40])
+    at_once = engine.logits(kv, ids[40:], 5)
+    assert kv.tokens == 40, "what was measured is forgotten"
+    for count, logits in zip(range(56, 61), at_once, strict=True):
+        assert (logits - uninterrupted(engine, ids[:count])).abs().max() <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"), [("mamba", {}), ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]})]
+)
+def test_other_layer_kinds_are_refused_by_name(kind: str, overrides: dict) -> None:
+    engine = tiny_engine(kind, **overrides)
     assert engine.refusal is not None and "can't be handed over" in engine.refusal
     ids, run = ids_of_length(700), engine.begin(None)
     engine.feed(run, ids[:600])

@@ -18,6 +18,7 @@ from qkvshare_agents.eval.packing import bring, kl_divergence, seal_all
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
 from qkvshare_agents.page_store import PageStore
+from qkvshare_agents.rotation import settle
 from qkvshare_agents.template import Ids
 
 GREEDY_TOKENS = 64
@@ -45,7 +46,7 @@ def run(
     engine = engine or Engine.load(model)
     if engine.refusal or engine.shape is None:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
-    precision = page.preset(preset)
+    precision = settle(page.preset(preset), engine)
     ids = corpus.tokens(engine.template.encoder, tokens + suffix)
     times = _times(engine, precision, ids, tokens, rounds)
     fidelity = _fidelity(engine, precision, corpus.tasks(prompts)) if prompts else {}

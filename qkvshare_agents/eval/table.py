@@ -16,6 +16,8 @@ _CELLS = {
     "ppl_delta": ("ppl %", "+.2f"),
     "repeat_mean_kl": ("rep. KL", ".1e"),
     "repeat_top1": ("rep. %", "%"),
+    "needle_hits": ("needle", "0%"),
+    "code_equal": ("code", "0%"),
     "seal_ms": ("seal", ".0f"),
     "open_ms": ("open", ".0f"),
 }
@@ -25,7 +27,8 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result; rows that were skipped go below the table, with the reason.
 
     KL is that of the next token in nats, top-1 the share of positions with the same likeliest token, both against
-    native KV; `rep.` is measured while repeating the cached text, the others while continuing it. seal, open: ms.
+    native KV; `rep.` is measured while repeating the cached text, the others while continuing it. needle: percent of
+    the hidden facts that were found; code: percent of HumanEval answers that are native's. seal, open: ms.
     """
     h = result["header"]
     positions = f"{h['positions']} + {h['repeat_positions']} positions"
@@ -47,6 +50,6 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
 def _cell(value: float | None, form: str) -> str:
     if value is None:
         return "-"
-    if form == "%":
-        return f"{100 * value:.2f}"
+    if form.endswith("%"):
+        return f"{100 * value:.{form[:-1] or 2}f}"
     return f"{value:{form}}" if form else f"{value / 1e6:.2f}"
