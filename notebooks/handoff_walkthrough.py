@@ -18,6 +18,7 @@
 # %%
 import matplotlib.pyplot as plt
 import torch
+from rich.console import Console
 from transformers.utils import logging
 
 from qkvshare_agents.engine import Engine
@@ -30,11 +31,12 @@ from qkvshare_agents.rotation import settle
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
+from qkvshare_kernels import reference
 
 logging.disable_progress_bar()
 # `eager` attention returns its weights, which the last part needs
 engine = Engine.load("smollm2-135m", dtype="float32", attn_implementation="eager")
-engine.shape
+print(engine.shape)
 
 # %% [markdown]
 # ## One transcript for both
@@ -77,8 +79,6 @@ print(engine.tokenizer.decode(own))
 # ## What it saved
 
 # %%
-from rich.console import Console
-
 Console(width=100).print(table(list(host.reports)))
 
 # %% [markdown]
@@ -122,8 +122,6 @@ long_prompt = (engine.template.head("", (), " ".join([task.text, code, test])) *
 kv = KVCache(engine.shape)
 engine.feed(engine.begin(kv), long_prompt)
 keys, values = (part.clone() for part in kv.span(0, len(long_prompt)))
-
-from qkvshare_kernels import reference
 
 rotation = reference.hadamard(engine.shape.key_dim, keys.device)
 page_keys = keys[LAYER, HEAD, 64:128]
