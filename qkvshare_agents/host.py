@@ -9,25 +9,31 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from qkvshare_agents.engine import Engine, Run
 from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed, InvalidSetting
+from qkvshare_agents.exchange import Exchange
+from qkvshare_agents.integrity import check_secret
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.ledger import Ledger, Roster
+from qkvshare_agents.package import Package
 from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
 from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
 from qkvshare_agents.planner import Plan, plan
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.rotation import settle
+from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Prompt, lay_out, ledger_key
 from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
 _RESERVED_TOKENS = 512
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class HostSettings:
     model: local directory, pulled name or Hub id. precision: a preset's name. budget_bytes: pages kept, over
     all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
     of the relay layout. salt: hosts with another salt never find each other's pages (default: $QKVSHARE_SALT).
+    secret: signs packages for other processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
     every turn.
     """
@@ -51,11 +58,13 @@ class HostSettings:
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
     salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
+    secret: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SECRET", ""), repr=False)
     handoff: bool = True
     measure_replay: bool = False
 
     def __post_init__(self) -> None:
         preset(self.precision)
+        check_secret(self.secret)
         if self.layout not in LAYOUTS:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
         if self.budget_bytes < 0:
@@ -84,7 +93,8 @@ class Host:
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
         self._engine = engine
         self._loading, self._settled = threading.Lock(), False
-        self._store: PageStore | None = None
+        self._store: SharedPageStore | None = None
+        self._exchange = Exchange()
         self._root = b""
         self._kv: KVCache | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
@@ -117,14 +127,14 @@ class Host:
         return self._precision
 
     @property
-    def store(self) -> PageStore:
+    def store(self) -> SharedPageStore:
         """Pages of the model as it is now; an emptied store when its weights were changed."""
         salt = hashlib.sha256(self.settings.salt.encode()).digest()
         root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
         if self._store is None or root != self._root:
             if self._store:
                 self._store.clear()
-            self._store, self._root = PageStore(root, self.settings.budget_bytes), root
+            self._store, self._root = SharedPageStore(root, self.settings.budget_bytes), root
         return self._store
 
     def submit(
@@ -136,11 +146,28 @@ class Host:
     ) -> "Future[Answer]":
         """Queue a turn. on_text gets the text piece by piece on the host's thread. Setting `cancelled` ends the
         turn with Cancelled before its next token. Raises HostClosed; the future may raise ContextOverflow."""
+        stop = cancelled or threading.Event()
+        return self._queue(self._answer, turn, on_text or (lambda _: None), stop.is_set)
+
+    def export(
+        self, turn: Turn, *, have: Iterable[bytes] = (), handoff: str = "", metadata: Mapping[str, str] | None = None
+    ) -> Package:
+        """What another process needs to answer `turn` from KV, as far as it is stored here; waits for queued turns.
+
+        have: content addresses that the receiver holds (`held` there); their pages stay here. handoff, metadata:
+        free text that goes along. Raises PackageError when nothing is stored, or KV of this model can't be moved.
+        """
+        return self._queue(self._exchange.export, self, turn, frozenset(have), handoff, metadata or {}).result()
+
+    def adopt(self, package: Package) -> tuple[str, ...]:
+        """Take another process' pages and what its members said; returns why not, if not; waits for queued turns."""
+        return self._queue(self._exchange.adopt, self, package).result()
+
+    def _queue(self, work: Callable[..., T], *args: Any) -> "Future[T]":
         if os.getpid() != self._pid:
             raise HostClosed("this host was opened before the process forked; open one in the child")
-        stop = cancelled or threading.Event()
         try:
-            return self._worker.submit(self._answer, turn, on_text or (lambda _: None), stop.is_set)
+            return self._worker.submit(work, *args)
         except RuntimeError as error:
             raise HostClosed(f"the host of {self.settings.model} is closed") from error
 
@@ -191,7 +218,7 @@ class Host:
         first_ms = first_ms or _ms_since(started)
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
-        reasons = start.plan.reasons + self._keep(start, (*prompt.ids, *speech.ids))
+        reasons = turn.arrival.reasons + start.plan.reasons + self._keep(start, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
         self.ledger.record(ledger_key(text, calls), speech.spoken_ids)
         total_ms = _ms_since(started)
@@ -206,7 +233,7 @@ class Host:
             payload_bytes=start.match.nbytes,
             fp16_bytes=engine.shape.fp16_bytes(reused) if engine.shape else 0,
             import_ms=start.import_ms,
-            transfer_ms=0.0,
+            transfer_ms=turn.arrival.transfer_ms,
             first_token_ms=first_ms,
             quantize_ms=quantize_ms,
             total_ms=total_ms,

@@ -175,8 +175,7 @@ class PageStore:
         for child in parent.children:
             if child.ids == ids or (not sealed and child.ids[: len(ids)] == ids):
                 return child  # stored meanwhile, a slice that another branch made, or a longer run that covers it
-        key = hashlib.sha256(parent.key + b"".join(i.to_bytes(8, "little") for i in ids)).digest()
-        node = Node(ids, page, parent, key, sealed)
+        node = Node(ids, page, parent, chained_key(parent.key, ids), sealed)
         parent.children.append(node)
         return node
 
@@ -191,6 +190,11 @@ class PageStore:
         while (pages := _pages(_walk(self._root))) and _nbytes(pages) > self.budget_bytes:
             _remove(min((n for n in _walk(self._root) if not n.children), key=lambda node: node.last_used))
         self.evicted_pages += stored - len(pages)
+
+
+def chained_key(parent_key: bytes, ids: Ids) -> bytes:
+    """Content address of the run `ids` behind its parent's."""
+    return hashlib.sha256(parent_key + b"".join(i.to_bytes(8, "little") for i in ids)).digest()
 
 
 def _spans(start: int, end: int, page_size: int, sealed_tokens: int) -> Iterator[tuple[int, int, bool]]:

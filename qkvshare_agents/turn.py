@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkvshare_agents.ledger import Member
-from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.report import Arrival, HandoffReport
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.toolcall import ToolCall
 from qkvshare_agents.transcript import Message
@@ -18,6 +18,8 @@ class Turn:
     messages: the conversation as this member sees it, without its own leading system message.
     tools: schemas of what it may call now; must_call: it has to. schema: JSON that the answer must follow
     unless it calls a tool.
+
+    arrival: what came for this turn from another process, for its report.
     """
 
     speaker: Member
@@ -26,6 +28,7 @@ class Turn:
     sampling: Sampling = field(default_factory=Sampling)
     tools: tuple[Mapping[str, Any], ...] = ()
     must_call: bool = False
+    arrival: Arrival = field(default_factory=Arrival)
     schema: Mapping[str, Any] | None = None
 
 
