@@ -47,8 +47,8 @@ class Courier:
     ) -> None:
         if transport.crosses_machines and not host.settings.secret:
             raise InvalidSetting(
-                f"packages over {transport.name} must be signed: set HostSettings(secret=...) or QKVSHARE_SECRET to the "
-                "same random text on both sides (python -c 'import secrets; print(secrets.token_hex(32))')"
+                f"packages over {transport.name} must be signed: set HostSettings(secret=...) or QKVSHARE_SECRET to "
+                "the same random text on both sides (python -c 'import secrets; print(secrets.token_hex(32))')"
             )
         self._host, self._transport = host, transport
         self._deadline_ms, self._lifetime_ms = deadline_ms, lifetime_ms
@@ -92,7 +92,7 @@ class Courier:
             moved_bytes = payload.nbytes
             if not keep:
                 self._transport.delete(key, deadline_ms=self._deadline_ms)
-        except (PackageError, TransportError) as error:
+        except (PackageError, TransportError, InvalidSetting) as error:  # also a key that is none
             return Arrival((self._failed("received", error),), _ms_since(started))
         ms = _ms_since(started)
         if not reasons:

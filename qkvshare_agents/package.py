@@ -213,12 +213,15 @@ def _page(
 def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
     codes, scale = next(tensors), next(tensors)
     minimum = next(tensors) if plane.minimum else None
-    levels = (1 << plane.bits) - 1
-    low = scale.float() * (levels / -2) if minimum is None else minimum.float()
-    high = low + scale.float() * levels
-    largest = _LARGEST / plane.dim**0.5 if plane.rotated else _LARGEST  # rotating back may add a head's values up
-    sane = (scale >= _SMALLEST_SCALE) & scale.isfinite()
-    if not (bool(sane.all()) and bool((torch.maximum(low.abs(), high.abs()) <= largest).all())):
+    smallest, largest = (float(x) for x in scale.aminmax())  # NaN if there is one, which passes no comparison
+    reach = largest * ((1 << plane.bits) - 1)
+    if minimum is None:
+        reach /= 2
+    else:
+        low, high = (float(x) for x in minimum.aminmax())
+        reach = reach - low if -low > high else reach + high
+    limit = _LARGEST / plane.dim**0.5 if plane.rotated else _LARGEST  # rotating back may add a head's values up
+    if not (smallest >= _SMALLEST_SCALE and reach <= limit):
         raise PackageError(f"page {index} has a scale or minimum that is NaN, Inf, not positive or too large")
     return Encoded(codes, scale, minimum, plane.bits, plane.group, plane.dim, plane.group_size, plane.rotated)
 
