@@ -120,7 +120,7 @@ def read(text: str) -> Manifest:
     m = _fields(table, Manifest, "manifest")
     aspects = _fields(m["fingerprint"], Fingerprint, "fingerprint")
     for aspect, value in aspects.items():
-        _hex(value, 64, f"fingerprint.{aspect}")
+        _string(value, f"fingerprint.{aspect}")
     _hex(m["id"], 32, "id")
     _hex(m["ids_digest"], 64, "ids_digest")
     _whole(m["created_ms"], 0, 2**53, "created_ms")
