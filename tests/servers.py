@@ -64,6 +64,26 @@ def valkey(tmp_path_factory) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def mooncake_master(tmp_path_factory) -> Iterator[str]:
+    """`host:port` of a Mooncake master that keeps to the loopback interface (its clients do not)."""
+    mooncake = pytest.importorskip("mooncake", reason="mooncake-transfer-engine-non-cuda is not installed")
+    pytest.importorskip("mooncake.store", reason="libibverbs1 is not installed", exc_type=ImportError)
+    binary = next(Path(folder) / "mooncake_master" for folder in mooncake.__path__)
+    port = free_port()
+    command = [binary, "-rpc_port", str(port), "-rpc_address", "127.0.0.1", "-metrics_host", "127.0.0.1"]
+    command += ["-metrics_port", str(free_port()), "-logtostderr=1"]
+    log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("w")
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        await_port(port, process)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
 def certificates(folder: Path) -> None:
     """A CA, and a certificate of 127.0.0.1 and localhost that it signed; another CA that signed nothing."""
     if not shutil.which("openssl"):

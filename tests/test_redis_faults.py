@@ -42,7 +42,7 @@ def fails(kind: type[Exception], match: str, within_ms: float = 2000):
 def await_no_threads() -> None:
     """The calls that were given up end by themselves."""
     for _ in range(100):
-        if not any(thread.name == "qkvshare-redis" for thread in threading.enumerate()):
+        if not any(thread.name == "qkvshare-transport" for thread in threading.enumerate()):
             return
         time.sleep(0.02)
     raise AssertionError([thread.name for thread in threading.enumerate()])

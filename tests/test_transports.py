@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from packages import PRECISIONS, SECRET, package, pages
-from servers import valkey  # noqa: F401
+from servers import mooncake_master, valkey  # noqa: F401
 
 from qkvshare_agents import package as package_module
 from qkvshare_agents.errors import InvalidSetting, PackageNotFound, TransportError, TransportTimeout
@@ -21,17 +21,35 @@ _names = itertools.count()
 LONG_MS = 20_000
 
 
-@pytest.fixture(params=["local", "shm", "shm mapped", "redis"])
+@pytest.fixture(params=["local", "shm", "shm mapped", "redis", "mooncake"])
 def transport(request, tmp_path) -> Iterator[Transport]:
     if request.param == "local":
         made: Transport = LocalTransport()
     elif request.param.startswith("shm"):
         made = ShmTransport(tmp_path / "packages", mapped="mapped" in request.param)
+    elif request.param == "mooncake":
+        made = request.getfixturevalue("mooncake")
+        made._prefix = f"t{next(_names)}"
+        yield made
+        return
     else:
         url = request.getfixturevalue("valkey")
         made = RedisTransport(url, prefix=f"t{next(_names)}", chunk_bytes=2**16)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def mooncake(mooncake_master: str) -> Iterator[Transport]:  # noqa: F811
+    """One client for all tests: setting one up takes a while, and leaving takes seconds."""
+    from qkvshare_agents.transport.mooncake import MooncakeTransport
+
+    sizes = {"segment_bytes": 256 * 2**20, "buffer_bytes": 64 * 2**20}
+    made = MooncakeTransport(mooncake_master, accept_open_ports=True, **sizes)
+    yield made
+    made.close()
+    with pytest.raises(TransportError, match="closed"):
+        made.get("a")
 
 
 def flat(payload: Payload) -> bytes:
@@ -184,3 +202,25 @@ def test_local_moves_nothing() -> None:
     transport.put("a", Payload([memory]))
     memory[0] = 0x78
     assert flat(transport.get("a")) == b"xbc"
+
+
+def test_mooncake_is_refused_without_acknowledgement(mooncake_master: str) -> None:  # noqa: F811
+    from qkvshare_agents.transport.mooncake import MooncakeTransport
+
+    with pytest.raises(InvalidSetting, match="no authentication"):
+        MooncakeTransport(mooncake_master)
+
+
+def test_what_is_forged_or_gone_in_mooncake(mooncake: Transport) -> None:
+    store = mooncake._store
+    for index, record in enumerate((b"x", b"[]", b'{"nonce":"*","nbytes":1,"expires_ms":99999999999999}')):
+        store.put(f"{mooncake._prefix}:forged{index}", record)
+        with pytest.raises(TransportError, match="not one of ours"):
+            mooncake.get(f"forged{index}", deadline_ms=LONG_MS)
+    mooncake.put("gone", big(), deadline_ms=LONG_MS)
+    nonce, _ = mooncake._record(f"{mooncake._prefix}:gone")
+    store.remove(f"{mooncake._prefix}:gone:{nonce}", True)
+    with pytest.raises(PackageNotFound, match="evicted"):
+        mooncake.get("gone", deadline_ms=LONG_MS)
+    with pytest.raises(TransportError, match="full"):
+        mooncake.put("large", Payload([bytes(300 * 2**20)]), deadline_ms=LONG_MS)

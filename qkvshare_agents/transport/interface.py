@@ -5,9 +5,10 @@ Whatever goes wrong is a TransportError within the deadline; the caller can alwa
 """
 
 import re
+import threading
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from qkvshare_agents.errors import InvalidSetting, TransportTimeout
 from qkvshare_agents.payload import Payload
@@ -15,6 +16,7 @@ from qkvshare_agents.payload import Payload
 DEADLINE_MS = 500.0
 LIFETIME_MS = 600_000
 MAX_PACKAGE_BYTES = 4 * 1024**3
+T = TypeVar("T")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
@@ -58,6 +60,30 @@ class Deadline:
         if left <= 0:
             raise TransportTimeout(f"the deadline of {self.limit_ms:.0f} ms passed")
         return left
+
+
+def run_within(limit_ms: float, work: Callable[[], T], where: str, late: Callable[[], None] = lambda: None) -> T:
+    """Run `work` on a thread of its own, for calls that can't be told how long they may take.
+
+    When time is up, `late` is called, which should make `work` end, and TransportTimeout is raised.
+    """
+    deadline, results, errors = Deadline(limit_ms), list[T](), list[Exception]()
+
+    def target() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, name="qkvshare-transport", daemon=True)
+    thread.start()
+    thread.join(deadline.left_ms / 1000)
+    if errors:
+        raise errors[0]
+    if not results:
+        late()
+        raise TransportTimeout(f"no answer from {where} within {limit_ms:.0f} ms")
+    return results[0]
 
 
 def check_key(key: str) -> str:

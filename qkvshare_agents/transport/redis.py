@@ -26,8 +26,8 @@ from qkvshare_agents.transport.interface import (
     DEADLINE_MS,
     LIFETIME_MS,
     MAX_PACKAGE_BYTES,
-    Deadline,
     check_key,
+    run_within,
 )
 
 try:
@@ -194,37 +194,34 @@ class RedisTransport:
 
     def _call(self, work: "Callable[[redis.Redis], T]", deadline_ms: float) -> T:
         """Run `work` with a connection until the deadline, then shut the connection down under it."""
-        deadline, results, errors = Deadline(deadline_ms), list[T](), list[Exception]()
         client, taps = self._idle.pop() if self._idle else self._client(deadline_ms)
-        late = threading.Event()
+        given_up = threading.Event()
 
-        def target() -> None:
+        def guarded() -> T:
             try:
-                results.append(work(client))
-            except Exception as error:
-                errors.append(error)
-            if late.is_set():  # nobody waits any more
-                _drop(client, taps)
+                return work(client)
+            finally:
+                if given_up.is_set():  # nobody waits any more
+                    _drop(client, taps)
 
-        thread = threading.Thread(target=target, name="qkvshare-redis", daemon=True)
-        thread.start()
-        thread.join(deadline.left_ms / 1000)
-        if not results and not errors:
-            late.set()
+        def late() -> None:
+            given_up.set()
             for tap in list(taps):
                 _shut(tap)
-            thread.join(0.02)  # it ends as its socket does, unless it is still looking up a name or connecting
-            if not thread.is_alive():
-                _drop(client, taps)
-            raise TransportTimeout(f"no answer from {self._where} within {deadline_ms:.0f} ms")
-        if errors and not isinstance(errors[0], PackageNotFound):
+
+        try:
+            result = run_within(deadline_ms, guarded, self._where, late)
+        except PackageNotFound:
+            self._idle.append((client, taps))
+            raise
+        except TransportTimeout:
+            raise
+        except Exception as error:
             _drop(client, taps)
             self.close()  # the other connections have probably met the same
-            raise self._explain(errors[0], deadline_ms)
+            raise self._explain(error, deadline_ms) from None
         self._idle.append((client, taps))
-        if errors:
-            raise errors[0]
-        return results[0]
+        return result
 
     def _client(self, deadline_ms: float) -> "tuple[redis.Redis, list[socket.socket]]":
         taps: list[socket.socket] = []
