@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkvshare_adapters.autogen import QKVShareChatCompletionClient, QKVShareClient
+    from qkvshare_agents.courier import Courier
     from qkvshare_agents.host import Host, HostSettings
     from qkvshare_agents.ledger import Member
     from qkvshare_agents.registry import open_host
@@ -20,6 +21,7 @@ _PLACES = {
     "QKVShareClient": "qkvshare_adapters.autogen",
     "QKVShareChatCompletionClient": "qkvshare_adapters.autogen",
     "Answer": "qkvshare_agents.turn",
+    "Courier": "qkvshare_agents.courier",
     "Host": "qkvshare_agents.host",
     "HostSettings": "qkvshare_agents.host",
     "Turn": "qkvshare_agents.turn",
@@ -30,7 +32,7 @@ _PLACES = {
     "Message": "qkvshare_agents.transcript",
 }
 __all__ = [
-    "Answer", "HandoffReport", "Host", "HostSettings", "Member", "Message", "QKVShareChatCompletionClient",
+    "Answer", "Courier", "HandoffReport", "Host", "HostSettings", "Member", "Message", "QKVShareChatCompletionClient",
     "QKVShareClient", "Sampling", "Turn", "open_host",
 ]  # fmt: skip
 
