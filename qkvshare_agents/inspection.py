@@ -95,7 +95,7 @@ def show(described: Mapping[str, Any]) -> None:
     )
     for aspect, value in d["fingerprint"].items():
         console.print(f"  {aspect:14} {value[:16]}", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("runs", "tokens", "native", "key bits", "value bits", "hops", ""):
         table.add_column(column)
     rows: list[list[str]] = []
@@ -119,4 +119,4 @@ def _plane(plane: Plane | None) -> dict[str, Any] | None:
 def _short(plane: Mapping[str, Any] | None) -> str:
     if not plane:
         return "-"
-    return f"{plane['bits']} per {plane['group']}{', rotated' if plane['rotated'] else ''}"
+    return f"{plane['bits']}/{plane['group']}{' rotated' if plane['rotated'] else ''}"

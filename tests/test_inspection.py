@@ -45,7 +45,7 @@ def test_a_file_is_described(tmp_path) -> None:
     assert bits == [4, None, None]
     assert [run["digest"] is None for run in described["runs"]] == [False, True, False]
     text = invoke("inspect", str(path), QKVSHARE_SECRET="")
-    assert "not checked" in text and "4 per channel, rotated" in text and "left out" in text
+    assert "not checked" in text and "4/channel rotated" in text and "left out" in text
     assert "wrong" in invoke("inspect", str(path), QKVSHARE_SECRET="another secret, long enough")
     assert WORD not in text + json.dumps(described)
 
