@@ -95,9 +95,9 @@ def show(described: Mapping[str, Any]) -> None:
     )
     for aspect, value in d["fingerprint"].items():
         console.print(f"  {aspect:14} {value[:16]}", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     for column in ("runs", "tokens", "native", "key bits", "value bits", "hops", ""):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     rows: list[list[str]] = []
     for run in d["runs"]:
         state = "open" if not run["sealed"] else "" if run["digest"] else "left out"
