@@ -12,8 +12,8 @@ RANKS = {
     "models": 1, "configuration": 1, "template": 1, "ledger": 2, "detokenizer": 2, "transcript": 3, "codec": 1,
     "page": 2, "page_store": 3, "kv_cache": 3, "engine": 4, "turn": 4, "rotation": 5, "speech": 5, "host": 6,
     "registry": 7, "eval": 8, "cli": 9,
-    "payload": 1, "integrity": 1, "container": 2, "manifest": 3, "package": 4, "shared_store": 5, "exchange": 5,
-    "transport": 2, "courier": 7, "inspection": 5,
+    "payload": 1, "memory": 1, "integrity": 1, "container": 2, "manifest": 3, "package": 4, "shared_store": 5,
+    "exchange": 5, "transport": 2, "courier": 7, "inspection": 5,
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain_core"}
 KNOW_TRANSFORMERS = {"engine", "configuration", "models", "eval", "fingerprint"}
