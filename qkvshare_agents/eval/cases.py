@@ -47,7 +47,7 @@ class Plan:
 FULL = Plan()
 # REDUCED answers within two minutes on two cores
 REDUCED = Plan(
-    tokens=512, samples=3, positions=64, repeat_positions=64, needles=(512,), questions=4, problems=4, answer_tokens=32
+    tokens=384, samples=3, positions=48, repeat_positions=48, needles=(384,), questions=3, problems=2, answer_tokens=24
 )
 
 
