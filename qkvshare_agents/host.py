@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from qkvshare_agents.access import Access
 from qkvshare_agents.engine import Engine, Run
 from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed, InvalidSetting
 from qkvshare_agents.kv_cache import KVCache
@@ -22,7 +23,7 @@ from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
 from qkvshare_agents.planner import Plan, plan
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.speech import Speech
-from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Prompt, lay_out, ledger_key
+from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Prompt, lay_out, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
@@ -63,12 +64,14 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class _Start:
-    """A turn that is planned and has its handed-over KV in place. store: where its KV may be kept, if anywhere."""
+    """A turn that is planned and has its handed-over KV in place. store, owner: where and for whom its KV may be
+    kept, if anywhere."""
 
     run: Run
     plan: Plan
     match: Match = NO_MATCH
     store: PageStore | None = None
+    owner: str = ""
     import_ms: float = 0.0
 
 
@@ -143,6 +146,7 @@ class Host:
             ledger=self.ledger,
             layout=self.settings.layout,
             system=self.settings.system,
+            view=turn.view,
         )
 
     def close(self) -> None:
@@ -165,7 +169,7 @@ class Host:
                 f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
             )
         longest = min(turn.sampling.max_tokens or room, room)
-        start = self._begin(prompt, longest)
+        start = self._begin(prompt, longest, turn.access)
         reused = start.plan.reused_tokens
         logits = engine.feed(start.run, prompt.ids[reused:], cancelled)
         if logits is None:
@@ -182,7 +186,8 @@ class Host:
         sealing = time.perf_counter()
         reasons = start.plan.reasons + self._keep(start, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
-        self.ledger.record(ledger_key(text, calls), speech.spoken_ids)
+        for key in ledger_keys(text, calls):
+            self.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
         report = HandoffReport(
             agent=turn.speaker.name,
@@ -202,9 +207,10 @@ class Host:
             replay_first_token_ms=self._replay_ms(prompt) if self.settings.measure_replay else None,
         )
         self.reports.append(report)
-        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report)
+        handle = start.store.address((*prompt.ids, *speech.ids)) if start.store else ""
+        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report, handle)
 
-    def _begin(self, prompt: Prompt, longest: int) -> _Start:
+    def _begin(self, prompt: Prompt, longest: int, access: Access) -> _Start:
         """Plan the turn and put the KV that it reuses into the working cache."""
         engine, total = self.engine, len(prompt.ids) + longest
         refusal = engine.refusal
@@ -215,14 +221,21 @@ class Host:
         if refusal or engine.shape is None:
             return _Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
         store = self.store
-        match = store.match(prompt.ids[:-1])  # one token must be run in any case
-        decision = plan(prompt.settled, match.tokens, evicted_pages=store.evicted_pages)
+        ids = prompt.ids[:-1]  # one token must be run in any case
+        match = store.match(ids, access.readers)
+        hidden = access.readers is not None and store.stored_tokens(ids) > match.tokens
+        decision = plan(
+            prompt.settled,
+            match.tokens,
+            evicted_pages=store.evicted_pages,
+            withheld=access.reason if hidden else "",
+        )
         importing = time.perf_counter()
         if self._kv is None or self._kv.shape != engine.shape:
             self._kv = KVCache(engine.shape)
         self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         self._kv.load(match.runs)
-        return _Start(engine.begin(self._kv), decision, match, store, _ms_since(importing))
+        return _Start(engine.begin(self._kv), decision, match, store, access.owner, _ms_since(importing))
 
     def _keep(self, start: _Start, ids: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
@@ -237,7 +250,7 @@ class Host:
         fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
             sealed_tokens = len(fed) - self.precision.residual_length
-            store.extend(fed, self.precision.page_size, sealed_tokens, make_page)
+            store.extend(fed, self.precision.page_size, sealed_tokens, make_page, start.owner)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         return ()

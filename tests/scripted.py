@@ -57,9 +57,9 @@ class ScriptedHost(Host):
         super().__init__(HostSettings("scripted", **settings), ScriptedEngine(engine or tiny_engine(), script))
         self.prompts: list[Prompt] = []
 
-    def _begin(self, prompt: Prompt, longest: int):
+    def _begin(self, prompt: Prompt, *rest):
         self.prompts.append(prompt)
-        started = super()._begin(prompt, longest)
+        started = super()._begin(prompt, *rest)
         self.engine.prompt = prompt
         return started
 

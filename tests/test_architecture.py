@@ -8,11 +8,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Rank of every module; a module may import only lower ranks.
 RANKS = {
-    "errors": 0, "encoder": 0, "report": 2, "planner": 1, "sampling": 1, "fingerprint": 1, "toolcall": 1, "grammar": 1,
-    "models": 1, "template": 1, "ledger": 2, "detokenizer": 2, "transcript": 3, "codec": 1, "page": 2, "page_store": 3,
-    "kv_cache": 3, "engine": 4, "turn": 4, "speech": 5, "host": 6, "registry": 7, "eval": 8, "cli": 9,
+    "errors": 0, "encoder": 0, "access": 0, "report": 2, "planner": 1, "sampling": 1, "fingerprint": 1, "toolcall": 1,
+    "grammar": 1, "models": 1, "template": 1, "ledger": 2, "detokenizer": 2, "transcript": 3, "codec": 1, "page": 2,
+    "page_store": 3, "kv_cache": 3, "engine": 4, "turn": 4, "speech": 5, "host": 6, "registry": 7, "eval": 8, "cli": 9,
 }  # fmt: skip
-FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain_core"}
+FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {"engine", "models", "eval", "fingerprint"}
 
 
