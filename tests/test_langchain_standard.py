@@ -5,7 +5,7 @@ Constrained decoding, streaming, usage and the handoff run as they do for any mo
 | test | why |
 |---|---|
 | test_init_from_env | skipped: the model reads no key or name from the environment |
-| test_serdes | expected to fail: langchain-core 1.8 loads other packages' classes only when they are passed, as in test_serialised_and_loaded |
+| test_serdes | expected to fail: load() takes others' classes only when passed; see test_serialised_and_loaded |
 | images, audio, PDF, Anthropic's blocks (6 tests) | skipped: a text model, which refuses other blocks |
 | test_stream_time | skipped: needs recorded HTTP traffic; a local model makes none |
 """
@@ -40,7 +40,9 @@ def speak(prompt: str) -> str:
     asked = prompt.rpartition("<|im_start|>user\n")[2]
     tools = re.findall(r'{"type": "function", "function": {"name": "(\w+)"', prompt)
     if tools and "<tool_response>" not in asked:
-        arguments = ARGUMENTS[tools[0]].replace("你好啊集团", "こんにちは株式会社" if "こんにちは" in asked else "你好啊集团")
+        arguments = ARGUMENTS[tools[0]].replace(
+            "你好啊集团", "こんにちは株式会社" if "こんにちは" in asked else "你好啊集团"
+        )
         return f'<tool_call>\n{{"name": "{tools[0]}", "arguments": {arguments}}}\n</tool_call>'
     if "joke" in asked.lower():
         return '{"setup":"Why do cats code?","punchline":"For the mouse."}'
