@@ -70,6 +70,18 @@ def test_isolated_agents_do_not_see_cues_but_see_what_was_said(chat) -> None:
     assert "[coder]" not in first + second and "[tester]" not in first + second
 
 
+def test_agents_that_say_the_same_are_told_apart_by_name(chat) -> None:
+    model = chat(lambda _: "A sentence that all of them say, word for word.", engine=_ENGINE)
+    graph = builder(model, "coder", "tester", "reviewer")
+    graph.add_edge("coder", "tester")
+    graph.add_edge("tester", "reviewer")
+    state = run(graph)
+    graph.compile().invoke({"messages": state["messages"]})
+    text = model.shared_host.texts[3]
+    assert text.count("<|im_start|>assistant\nA sentence") == 1
+    assert "tester: A sentence" in text and "reviewer: A sentence" in text
+
+
 def test_a_handoff_is_one_way(chat) -> None:
     """coder -> tester is annotated, tester -> coder is not: the coder goes on from its own KV only, and the
     tester's words are text to it."""
@@ -261,10 +273,8 @@ def test_subgraphs_inside_and_outside(chat) -> None:
     outer.add_edge("red", "blue")
     run(outer)
     # the blue tester sees the red tester's answer as one of a tester, the blue coder as text: there their prompts part
-    assert turns(model) == [("coder", "", "TEXT"), ("tester", "coder", "KV")] + [
-        ("coder", "", "TEXT"),
-        ("tester", "coder", "PARTIAL"),
-    ]
+    told = [("coder", "", "TEXT"), ("tester", "coder", "KV"), ("coder", "", "TEXT"), ("tester", "coder", "PARTIAL")]
+    assert turns(model) == told
     assert model.reports[2].reused_tokens == 0, "the same graph in another node is another group"
 
     model = chat(speak, engine=_ENGINE)
@@ -331,8 +341,7 @@ def test_swarm_handoff_tools(chat) -> None:
     saved = graph.compile().invoke({"messages": [HumanMessage(TASK)]})
     saved["messages"].append(HumanMessage("Once more, and better than before."))
     graph.compile().invoke(saved)
-    assert [agent for agent, _, _ in turns(model)] == ["coder", "tester", "tester"]
-    assert turns(model)[2] == ("tester", "tester", "KV")
+    assert turns(model) == [("coder", "", "TEXT"), ("tester", "coder", "KV"), ("tester", "tester", "KV")]
     text = model.shared_host.texts[1]
     assert "Successfully transferred to tester" in text and f"[tester] {INSTRUCTIONS['tester']}" in text
     assert "transfer_to_coder" in text and "transfer_to_tester" in text

@@ -36,6 +36,7 @@ from qkvshare_adapters.langchain_messages import (
 )
 from qkvshare_adapters.langchain_stream import ShownText, to_chunk
 from qkvshare_adapters.langchain_structured import structured
+from qkvshare_adapters.langgraph_tools import find_tools
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.ledger import Member
 from qkvshare_agents.registry import drop_host, keep_host
@@ -288,9 +289,9 @@ class ChatQKVShare(BaseChatModel):
         if not caller.shared or not learn:
             return Member(caller.name, caller.name, instruction or self.members.get(caller.name, ""), tools)
         known = host.roster.members(caller.scope)
-        for name, declared in self.members.items():
-            if name not in known and caller.sees(name):
-                host.roster.learn(caller.scope, name, declared)
+        declared = find_tools(caller.group)
+        for name in {*declared, *filter(caller.sees, self.members)} - known.keys():
+            host.roster.learn(caller.scope, name, self.members.get(name), declared.get(name, ()))
         own = None if not instruction and caller.name in self.members else instruction
         return host.roster.learn(caller.scope, caller.name, own, tools, named=bool(caller.name))
 

@@ -25,7 +25,8 @@ _ELSEWHERE = "no edge with policy 'kv' leads from them to this agent"
 @dataclass(frozen=True)
 class Caller:
     """An agent in a conversation. thread: of the checkpointer, "" without one. scope: the group in it that the agent
-    belongs to. shared: cues and tools of the group's members are laid out together."""
+    belongs to. shared: cues and tools of the group's members are laid out together. group: what equal groups have in
+    common, "" outside of one."""
 
     name: str
     thread: str
@@ -33,6 +34,7 @@ class Caller:
     view: View
     access: Access
     shared: bool
+    group: str = ""
 
     def sees(self, name: str) -> bool:
         """Whether answers of this agent are answers to it; else they are text."""
@@ -42,9 +44,10 @@ class Caller:
         """Who wrote an answer. Hand-written nodes set no name and may keep nothing but the text."""
         told = message.response_metadata.get("qkvshare")
         names = [message.name or "", str(told.get("agent", "")) if isinstance(told, Mapping) else ""]
+        if told_names := [name for name in names if name]:
+            return next(filter(self.sees, told_names), told_names[0])
         near = {name for scope, name in ledger.authors(key) if scope == self.scope or self._same_thread(scope)}
-        names += near if len(near) == 1 else ()
-        return next((name for name in names if name and self.sees(name)), next(filter(None, names), ""))
+        return near.pop() if len(near) == 1 else ""
 
     def _same_thread(self, scope: str) -> bool:
         return bool(self.thread) and scope.split("\0")[1:2] == [self.thread]
@@ -74,7 +77,8 @@ def find_caller(
     annotation = Annotation.read(metadata)
     if annotation and (told is None or told in annotation.group):
         outside = path[: len(path) - 1 - path[::-1].index(annotation.agent)] if annotation.agent in path else []
-        return _member(replace(annotation, agent=told or annotation.agent), thread, outside, layout)
+        member = _member(replace(annotation, agent=told or annotation.agent), thread, outside, layout)
+        return replace(member, group=annotation.digest)
     name = told or str(metadata.get("lc_agent_name") or "") or _node_name(path)
     if share_all:
         return _everyone(name, thread, _join("all", thread), {}, layout)

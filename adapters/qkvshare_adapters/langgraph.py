@@ -10,8 +10,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from langgraph.graph import END, START, StateGraph
+from langgraph.pregel import Pregel
 
 from qkvshare_adapters.langgraph_annotation import KEY, POLICIES, Annotation, Edge, Policy
+from qkvshare_adapters.langgraph_tools import declare_tools
 from qkvshare_agents.errors import InvalidSetting
 
 Builder = StateGraph[Any, Any, Any, Any]
@@ -103,16 +105,25 @@ def _annotate(builder: Builder, edges: Sequence[Edge], *, everyone: bool) -> Non
     before = [annotation for annotation in known.values() if annotation]
     graph = before[0].graph if before else uuid.uuid4().hex
     newest = {(e.source, e.target): e for a in before for e in a.edges} | {(e.source, e.target): e for e in edges}
-    everyone = everyone or any(annotation.everyone for annotation in before)
+    shared = everyone or any(annotation.everyone for annotation in before)
+    nodes = tuple(sorted(builder.nodes)) if shared else ()
     for name, spec in builder.nodes.items():
-        whole = Annotation(name, graph, tuple(newest.values()))
-        group = tuple(edge for edge in newest.values() if everyone or edge.source in whole.group)
-        if group or everyone:
+        whole = Annotation(name, graph, tuple(newest.values()), nodes)
+        group = tuple(edge for edge in newest.values() if edge.source in whole.group)
+        if group or nodes:
+            annotation = Annotation(name, graph, group, nodes)
+            declare_tools(annotation, _tools(spec.runnable))
             spec.metadata = {
                 **{k: v for k, v in (spec.metadata or {}).items() if k not in _LABELS.values()},
-                KEY: Annotation(name, graph, group, everyone).write(),
-                **_labels(name, group, everyone),
+                KEY: annotation.write(),
+                **_labels(name, group, shared),
             }
+
+
+def _tools(runnable: Any) -> list[Any]:
+    """Tools of an agent that is a graph itself, as `create_agent` makes them."""
+    nodes = runnable.get_graph().nodes.values() if isinstance(runnable, Pregel) else ()
+    return [tool for node in nodes for tool in getattr(node.data, "tools_by_name", {}).values()]
 
 
 def _labels(name: str, edges: Sequence[Edge], everyone: bool) -> dict[str, str]:

@@ -32,13 +32,13 @@ class Edge:
 class Annotation:
     """What one node knows: `agent`, its name; `graph`, an id of the builder; the edges of its group.
 
-    everyone: all nodes of the graph share with each other, whatever the edges say.
+    everyone: nodes that all share with each other, whatever the edges say; usually none.
     """
 
     agent: str
     graph: str
     edges: tuple[Edge, ...] = ()
-    everyone: bool = False
+    everyone: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> "Annotation | None":
@@ -47,16 +47,18 @@ class Annotation:
         if not isinstance(value, Mapping) or not {"agent", "graph", "edges"} <= value.keys():
             return None
         edges = tuple(Edge(*edge) for edge in value["edges"])
-        return cls(str(value["agent"]), str(value["graph"]), edges, bool(value.get("everyone")))
+        return cls(str(value["agent"]), str(value["graph"]), edges, tuple(value.get("everyone", ())))
 
     def write(self) -> dict[str, Any]:
         """Plain lists and strings: metadata ends up in traces."""
         edges = [[e.source, e.target, e.policy, e.instruction] for e in self.edges]
-        return {"agent": self.agent, "graph": self.graph, "edges": edges, "everyone": self.everyone}
+        return {"agent": self.agent, "graph": self.graph, "edges": edges, "everyone": list(self.everyone)}
 
     @cached_property
     def group(self) -> frozenset[str]:
         """The agent and all that edges connect it with, in either direction."""
+        if self.everyone:
+            return frozenset(self.everyone)
         return _reach(
             self.agent, [(e.source, e.target) for e in self.edges] + [(e.target, e.source) for e in self.edges]
         )
@@ -79,7 +81,7 @@ class Annotation:
     def digest(self) -> str:
         """Equal for equal groups, in any process."""
         parts = sorted(repr(e) for e in self.edges if e.source in self.group)
-        return hashlib.sha256(repr((self.everyone, parts)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((sorted(self.everyone), parts)).encode()).hexdigest()[:16]
 
 
 def _reach(start: str, steps: Iterable[tuple[str, str]]) -> frozenset[str]:
