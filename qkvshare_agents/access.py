@@ -9,11 +9,11 @@ Readers = frozenset[str]
 class Access:
     """Whose pages a turn may continue from, and whose its own become.
 
-    owner: who joins the owners of all that the turn computes or is handed ("": nobody).
+    owners: who joins the owners of all that the turn computes or is handed; nobody by default.
     readers: the owners whose pages it may read; None: everybody's, also those without an owner.
     reason: why others' pages are not read, in words, for the report.
     """
 
-    owner: str = ""
+    owners: tuple[str, ...] = ()
     readers: Readers | None = None
     reason: str = ""

@@ -64,14 +64,14 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class _Start:
-    """A turn that is planned and has its handed-over KV in place. store, owner: where and for whom its KV may be
+    """A turn that is planned and has its handed-over KV in place. store, owners: where and for whom its KV may be
     kept, if anywhere."""
 
     run: Run
     plan: Plan
     match: Match = NO_MATCH
     store: PageStore | None = None
-    owner: str = ""
+    owners: tuple[str, ...] = ()
     import_ms: float = 0.0
 
 
@@ -235,7 +235,7 @@ class Host:
             self._kv = KVCache(engine.shape)
         self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         self._kv.load(match.runs)
-        return _Start(engine.begin(self._kv), decision, match, store, access.owner, _ms_since(importing))
+        return _Start(engine.begin(self._kv), decision, match, store, access.owners, _ms_since(importing))
 
     def _keep(self, start: _Start, ids: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
@@ -250,7 +250,7 @@ class Host:
         fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
             sealed_tokens = len(fed) - self.precision.residual_length
-            store.extend(fed, self.precision.page_size, sealed_tokens, make_page, start.owner)
+            store.extend(fed, self.precision.page_size, sealed_tokens, make_page, start.owners)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         return ()

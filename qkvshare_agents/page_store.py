@@ -16,7 +16,7 @@ these have; whoever computes the same ids again joins the owners of the same nod
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qkvshare_agents.access import Readers
@@ -115,12 +115,12 @@ class PageStore:
         page_size: int,
         sealed_tokens: int,
         make_page: Callable[[int, int, bool], Page],
-        owner: str = "",
+        owners: Sequence[str] = (),
     ) -> int:
         """Store the KV of `ids` as far as it is not stored yet; returns the number of pages made.
 
         Full pages up to `sealed_tokens` are made with make_page(start, stop, True), the open rest with
-        make_page(start, stop, False). `owner` becomes an owner of all of it. Pages are made outside the lock
+        make_page(start, stop, False). `owners` become owners of all of it. Pages are made outside the lock
         and put into the tree afterwards, all or none: an error or a cancellation in between leaves the store
         as it was. Raises InvalidSetting for an id that is negative or has more than 63 bits.
         """
@@ -130,7 +130,7 @@ class PageStore:
         with self._lock:
             found = self._find(run)
             if found.tokens == len(run):
-                _credit(found.nodes, owner, len(run))
+                _credit(found.nodes, dict.fromkeys(owners, len(run)))
                 self._touch(found.nodes)
                 return 0
             base = self._find(run, sealed_only=True)  # open runs are replaced, not extended
@@ -142,9 +142,7 @@ class PageStore:
             for (start, stop, sealed), page in zip(spans, pages, strict=True):
                 node = self._child(node, run[start:stop], page, sealed)
             path = _path(node)
-            for other, tokens in shares.items():
-                _credit(path, other, tokens)
-            _credit(path, owner, len(run))
+            _credit(path, shares | dict.fromkeys(owners, len(run)))
             self._touch(path)
             self._evict()
         return len(pages)
@@ -231,15 +229,16 @@ class PageStore:
         self.evicted_pages += stored - len(pages)
 
 
-def _credit(path: Sequence[Node], owner: str, tokens: int) -> None:
-    """Make `owner` an owner of the first `tokens` tokens of `path`, which begins at the root's child."""
-    for node in path if owner else ():
-        if tokens <= 0:
-            return
-        node.owners[owner] = max(min(tokens, len(node.ids)), node.owners.pop(owner, 0))
-        if len(node.owners) > _MOST_OWNERS:
+def _credit(path: Sequence[Node], shares: Mapping[str, int]) -> None:
+    """Make each owner an owner of its first so many tokens of `path`, which begins at the root's child."""
+    start = 0
+    for node in path:
+        for owner, tokens in shares.items():
+            if tokens > start:
+                node.owners[owner] = max(min(tokens - start, len(node.ids)), node.owners.pop(owner, 0))
+        while len(node.owners) > _MOST_OWNERS:
             del node.owners[next(iter(node.owners))]
-        tokens -= len(node.ids)
+        start += len(node.ids)
 
 
 def _spans(start: int, end: int, page_size: int, sealed_tokens: int) -> Iterator[tuple[int, int, bool]]:

@@ -25,7 +25,7 @@ def own(store: Store, owner: str, ids: Ids, page_size: int = 32, residual: int =
     extend = store.extend
 
     def owned(*args):
-        return extend(*args, owner)
+        return extend(*args, (owner,))
 
     store.extend = owned
     try:
@@ -98,7 +98,7 @@ def test_the_address_names_the_last_page() -> None:
 
 
 def turn(owner: str, *readers: str, name: str = "agent", **fields: object) -> Turn:
-    access = Access(owner, frozenset({owner, *readers}), "they are not shared with it")
+    access = Access((owner,), frozenset({owner, *readers}), "they are not shared with it")
     return Turn(Member(name, name), "", (TASK,), Sampling(max_tokens=20), access=access, **fields)
 
 

@@ -9,6 +9,8 @@ import time
 from dataclasses import fields
 
 import pytest
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.globals import set_llm_cache
@@ -22,6 +24,10 @@ from langchain_core.messages import (
     trim_messages,
 )
 from langchain_core.runnables import RunnableLambda
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
 from scripted import ScriptedHost, install, uninstall
 from support import tiny_engine
@@ -257,6 +263,30 @@ def test_structured_output_with_raw_and_errors(scripted, method: str) -> None:
         model.with_structured_output(Verdict, method="magic")
     with pytest.raises(TypeError, match="include_raw"):
         model.with_structured_output(Verdict, raw=True)
+
+
+@pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy])
+def test_create_agents_structured_responses(scripted, strategy: type) -> None:
+    said = '{"passed":true,"score":7}'
+    if strategy is ToolStrategy:
+        said = '<tool_call>\n{"name": "Verdict", "arguments": {"passed": true, "score": 7}}\n</tool_call>'
+    agent = create_agent(scripted(lambda _: said), response_format=strategy(Verdict))
+    assert agent.invoke({"messages": [("user", "Judge.")]})["structured_response"] == Verdict(passed=True, score=7)
+
+
+def test_spans_carry_usage_and_no_text(scripted) -> None:
+    exporter, provider = InMemorySpanExporter(), trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        provider = TracerProvider()
+        trace.set_tracer_provider(provider)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    model = scripted(lambda _: "sesame")
+    model.invoke("the password is hunter2")
+    list(model.stream("the password is hunter2"))
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["chat scripted"] * 2
+    assert spans[1].attributes["gen_ai.usage.cache_read.input_tokens"] > 0
+    assert not [span for span in spans if "hunter2" in span.to_json() or "sesame" in span.to_json()]
 
 
 def test_a_schema_without_a_title_and_none(scripted) -> None:

@@ -287,6 +287,26 @@ def test_subgraphs_inside_and_outside(chat) -> None:
     assert turns(model) == [("team", "", "TEXT"), ("tester", "team", "KV")]
 
 
+def test_agents_inside_of_an_annotated_node_stay_isolated(chat) -> None:
+    """Both continue from the planner's KV, which is annotated; they say and see the same and still read nothing of
+    each other's."""
+    model = chat(speak, engine=_ENGINE)
+    asked = [HumanMessage("Another question, which the planner was not asked, and which is rather long. " * 3)]
+    team = StateGraph(MessagesState)
+    for name in ("one", "two"):
+        team.add_node(name, lambda _: {"messages": []} if model.invoke(asked) else {})
+    team.add_edge(START, "one")
+    team.add_edge("one", "two")
+    graph = builder(model, "planner")
+    graph.add_node("team", team.compile())
+    graph.add_node("tester", lambda _: {"messages": [model.invoke(asked)]})
+    add_cache_handoff(graph, "planner", "team")
+    add_cache_handoff(graph, "team", "tester")
+    run(graph)
+    one, two, tester = (report.reused_tokens for report in model.reports[1:])
+    assert 0 < one == two < tester - 64
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_create_agent(chat, named: bool) -> None:
     """Its answers are named after the agent, which may be called otherwise than the node; its node is `model`."""

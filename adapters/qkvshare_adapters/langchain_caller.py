@@ -76,8 +76,9 @@ def find_caller(
     thread = str(metadata.get("thread_id", ""))
     annotation = Annotation.read(metadata)
     if annotation and (told is None or told in annotation.group):
-        outside = path[: len(path) - 1 - path[::-1].index(annotation.agent)] if annotation.agent in path else []
-        member = _member(replace(annotation, agent=told or annotation.agent), thread, outside, layout)
+        at = len(path) - 1 - path[::-1].index(annotation.agent) if annotation.agent in path else 0
+        annotation = replace(annotation, agent=told or annotation.agent)
+        member = _member(annotation, thread, path[:at], path[at + 1 :], layout)
         return replace(member, group=annotation.digest)
     name = told or str(metadata.get("lc_agent_name") or "") or _node_name(path)
     if share_all:
@@ -85,26 +86,29 @@ def find_caller(
     scope = _join("alone", thread, *path)
     owner = _join(scope, name or f"#{hash_name(instruction)}")
     view = View("stock", frozenset({name}))
-    return Caller(name, thread, scope, view, Access(owner, frozenset({owner}), _ISOLATED), shared=False)
+    return Caller(name, thread, scope, view, Access((owner,), frozenset({owner}), _ISOLATED), shared=False)
 
 
-def _member(annotation: Annotation, thread: str, outside: list[str], layout: Layout) -> Caller:
+def _member(annotation: Annotation, thread: str, outside: list[str], inside: list[str], layout: Layout) -> Caller:
     """A member of a group. Without a thread, the group of one builder; with one, of equal builders.
 
-    outside: the nodes that the graph of the group runs in, if it is a subgraph.
+    outside: the nodes that the graph of the group runs in, if it is a subgraph. inside: those that run in the
+    member's node, if that is a graph. Agents in there count as the member to others, but read no KV of each
+    other's.
     """
     name = annotation.agent
     graph = annotation.digest if thread else annotation.graph
     if annotation.everyone:
         return _everyone(name, thread, _join("graph", thread, *outside, graph), annotation.handoffs, layout)
     scope = _join("group", thread, *outside, graph, min(annotation.group))
-    readers = frozenset(_join(scope, source) for source in annotation.sources | {name})
+    own = _join(scope, name, *inside, "")
+    readers = frozenset(_join(scope, source) for source in annotation.sources - {name}) | {own}
     view = View(layout, annotation.upstream, annotation.handoffs)
-    return Caller(name, thread, scope, view, Access(_join(scope, name), readers, _ELSEWHERE), layout == "relay")
+    return Caller(name, thread, scope, view, Access((own, _join(scope, name)), readers, _ELSEWHERE), layout == "relay")
 
 
 def _everyone(name: str, thread: str, scope: str, handoffs: Mapping[tuple[str, str], str], layout: Layout) -> Caller:
-    access = Access(scope, frozenset({scope}), "they belong to another graph or thread")
+    access = Access((scope,), frozenset({scope}), "they belong to another graph or thread")
     return Caller(name, thread, scope, View(layout, None, handoffs), access, shared=layout == "relay")
 
 

@@ -121,7 +121,7 @@ class _Conversation:
         self.messages.append(asked)
         member = self.host.roster.learn("", name, duty)
         alone = self.host.settings.layout == "stock"
-        access = Access(name, frozenset({name})) if alone else Access()
+        access = Access((name,), frozenset({name})) if alone else Access()
         turn = Turn(member, "", tuple(self.messages), self._sampling, access=access)
         answer = self.host.submit(turn).result()
         self.messages.append(Message("assistant", answer.text, name))
