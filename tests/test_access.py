@@ -153,3 +153,29 @@ def test_scopes_that_learnt_nothing_for_longest_are_forgotten(monkeypatch: pytes
     for scope in ("a", "b", "a", "c", "d"):
         roster.learn(scope, "x", "text")
     assert not roster.members("b") and all(roster.members(scope) for scope in "acd")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_whoever_reads_whatever_the_right_ids_meet_the_right_kv(data: st.DataObject) -> None:
+    """Members with random rights and views, in either layout, edit and forget: the scripted host checks every turn's
+    logits against one forward, and nobody reads more than its owners had."""
+    host = ScriptedHost(lambda prompt: f"Answer {len(prompt)} to what was asked here.", engine=_ENGINE)
+    messages, had = [TASK], dict[str, list[Ids]]()
+    for _ in range(data.draw(st.integers(2, 6))):
+        name = data.draw(st.sampled_from("abc"))
+        readers = frozenset({name, *data.draw(st.sets(st.sampled_from("abc")))})
+        layout = data.draw(st.sampled_from(["relay", "stock"]))
+        view = View(layout, frozenset({name, *data.draw(st.sets(st.sampled_from("abc")))}), {("a", "b"): "Mind a."})
+        member = host.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+        turn = Turn(member, "", tuple(messages), Sampling(max_tokens=30), view=view, access=Access((name,), readers))
+        answer = host.submit(turn).result()
+        ids = host.prompts[-1].ids
+        most = max((agreement(ids, run) for reader in readers for run in had.get(reader, [])), default=0)
+        assert answer.report.reused_tokens <= most
+        had.setdefault(name, []).append((*ids, *host.engine.template.encoder.text(answer.text)))
+        messages.append(Message(data.draw(st.sampled_from(["user", "assistant"])), answer.text, name))
+        if len(messages) > 2 and data.draw(st.booleans()):
+            messages.pop(data.draw(st.integers(0, len(messages) - 1)))
+    host.assert_exact()
+    host._worker.shutdown()

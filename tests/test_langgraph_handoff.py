@@ -41,6 +41,22 @@ def test_the_target_continues_from_the_sources_kv(chat) -> None:
     host.assert_exact()
 
 
+async def test_tracing_shows_every_handoff_and_no_text(chat) -> None:
+    model = chat(lambda _: "sesame", engine=_ENGINE)
+    graph = builder(model, "coder", "tester")
+    add_cache_handoff(graph, "coder", "tester")
+    messages = {"messages": [HumanMessage("The password is hunter2.")]}
+    seen = [e async for e in graph.compile().astream_events(messages, version="v2") if e["event"] == "on_custom_event"]
+    assert [(e["name"], e["metadata"]["langgraph_node"]) for e in seen] == [
+        ("kv_handoff", "coder"),
+        ("kv_handoff", "tester"),
+    ]
+    handoff = seen[1]["data"]
+    assert (handoff["agent"], handoff["source"], handoff["mode"]) == ("tester", "coder", "KV")
+    assert handoff["payload_bytes"] > 0 and handoff["import_ms"] > 0
+    assert "hunter2" not in str([e["data"] for e in seen]) and "sesame" not in str([e["data"] for e in seen])
+
+
 def test_without_an_annotation_nothing_crosses(chat) -> None:
     """Equal system text and equal messages, so that the tokens agree and only isolation keeps the KV apart."""
     model = chat(lambda _: "A sentence that both of them say.", engine=_ENGINE)
