@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := smollm2-135m
 
-.PHONY: help install model demo test lint bench
+.PHONY: help install model demo demo-langgraph test lint bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     run the AutoGen coder/tester workflow on a small real model"
+	@echo "make demo-langgraph  the same in LangGraph"
 	@echo "make test     run the tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    measure a handoff against text replay"
@@ -30,6 +31,9 @@ model: install
 
 demo: model
 	@$(BIN)/python examples/coder_tester_autogen.py
+
+demo-langgraph: model
+	@$(BIN)/python examples/coder_tester_langgraph.py
 
 test: model
 	@$(BIN)/python -m pytest
