@@ -69,6 +69,25 @@ def bench_handoff(
         handoff.show(result)
 
 
+@bench_app.command("conversation")
+def bench_conversation(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    agents: Annotated[int, typer.Option(min=1, help="Agents that answer in a circle.")] = 3,
+    turns: Annotated[int, typer.Option(min=1, help="Answers in all.")] = 6,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that a human adds before each turn.")] = 128,
+    preset: Annotated[str, typer.Option(help="Precision of the pages.")] = "safe",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Count what agents read in a growing conversation, beside own caches only and text replay."""
+    from qkvshare_agents.eval import conversation
+
+    result = conversation.run(model=model, agents=agents, turns=turns, tokens=tokens, preset=preset)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        conversation.show(result)
+
+
 @eval_app.command("fidelity")
 def eval_fidelity(
     model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",

@@ -34,7 +34,7 @@ Replay = Literal["chunks", "steps", "whole"]
 class Run:
     """A running turn: transformers' cache, and our KVCache behind it unless the model can't hand KV over."""
 
-    cache: Cache
+    cache: Cache | None
     kv: KVCache | None
     tokens: int
     ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
@@ -127,7 +127,7 @@ class Engine:
 
     def snapshot(self, run: Run) -> Snapshot | None:
         """Copy of the recurrent state behind what was fed; None for models without any."""
-        return snapshot_of(run.cache, run.tokens) if run.kv is not None and self.has_state else None
+        return snapshot_of(run.cache, run.tokens) if run.cache and self.has_state else None
 
     @torch.inference_mode()
     def feed(self, run: Run, ids: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> Tensor | None:
@@ -171,12 +171,14 @@ class Engine:
         if run.kv is None:
             run.ids += ids
         if run.kv is None and self._replay == "whole":
-            run.cache, run.tokens, ids = DynamicCache(config=self.config), 0, run.ids
+            run.cache, run.tokens, ids = None, 0, run.ids
         return self._read(run, ids, 1)[0]
 
     def _read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
         device = self.model.device
-        arguments: dict[str, Any] = {self.cache_argument: run.cache, "use_cache": True}
+        arguments: dict[str, Any] = {"use_cache": run.cache is not None}
+        if run.cache is not None:
+            arguments[self.cache_argument] = run.cache
         if self._takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
         if self._keeps_logits:
@@ -214,6 +216,8 @@ class Engine:
         first = self.begin(kv)
         self._forward(first, ids[:split])
         kv.state = self.snapshot(first)
+        # Another conversation in between, as on a host: some models keep their state in their modules
+        self._forward(self.begin(KVCache(self.shape)), ids[split:])
         second = self.begin(kv)
         logits = self.feed(second, ids[split:])
         assert logits is not None
@@ -223,11 +227,11 @@ class Engine:
     def _probe_replay(self) -> Replay:
         """Find out how this model's own cache may be filled."""
         ids = self._probe_ids(_PROBE_TOKENS)
-        expected = self._forward(self.begin(None), ids)
+        expected = self._read(Run(None, None, 0), ids, 1)[0]
         splits: list[tuple[Replay, int]] = [("chunks", _PROBE_TOKENS // 2), ("steps", _PROBE_TOKENS - 1)]
         for way, at in splits:
-            run = self.begin(None)
             try:
+                run = self.begin(None)
                 self._forward(run, ids[:at])
                 if self._agree(self._forward(run, ids[at:]), expected):
                     return way

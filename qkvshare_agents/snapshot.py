@@ -27,6 +27,11 @@ class Snapshot:
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(self.layers))
 
+    @property
+    def fp16_bytes(self) -> int:
+        """The same values at 16 bits."""
+        return 2 * sum(tensor.numel() for tensor in tensors_in(self.layers))
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested containers."""

@@ -42,7 +42,8 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": _WINDOW, "gpt2": _GPT2, "gpt_neox": {},
     "phi": {"num_key_value_heads": 4}, "phi3": {"sliding_window": None}, "falcon": {},
-    "bloom": {"n_layer": 3, "n_head": 4}, "opt": {"word_embed_proj_dim": 48, "ffn_dim": 64}, "starcoder2": _WINDOW, "smollm3": {"no_rope_layers": [1, 1, 0]},
+    "bloom": {"n_layer": 3, "n_head": 4}, "opt": {"word_embed_proj_dim": 48, "ffn_dim": 64}, "starcoder2": _WINDOW,
+    "smollm3": {"no_rope_layers": [1, 1, 0]},
     "granite": {}, "cohere": {}, "cohere2": _WINDOW, "olmo2": {}, "olmo3": _WINDOW, "glm": {"head_dim": 12},
     "glm4": {"head_dim": 12}, "exaone4": {**_WINDOW, "num_hidden_layers": 4}, "gemma": {"head_dim": 16},
     "gemma2": {**_WINDOW, "head_dim": 16}, "gemma3_text": {**_WINDOW, "head_dim": 16},
