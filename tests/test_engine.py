@@ -138,7 +138,8 @@ def test_logits_of_several_positions_are_those_of_one_after_the_other() -> None:
 _SPARSE = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "index_topk": 4096, "index_n_heads": 2, "index_head_dim": 16,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "index_topk": 4096, "index_n_heads": 2,
+    "index_head_dim": 16,
 }  # fmt: skip
 REFUSED = [
     ("rwkv", {"attention_hidden_size": 48}, "can't be handed over"),
