@@ -84,6 +84,7 @@ def test_isolated_agents_do_not_see_cues_but_see_what_was_said(chat) -> None:
     assert second.startswith(f"<|im_start|>system\n{INSTRUCTIONS['tester']}<|im_end|>")
     assert "coder: This is what somebody has to say" in second and INSTRUCTIONS["coder"] not in second
     assert "[coder]" not in first + second and "[tester]" not in first + second
+    assert "what coder said is text to this agent: no add_cache_handoff" in model.reports[1].reasons[1]
 
 
 def test_agents_that_say_the_same_are_told_apart_by_name(chat) -> None:
