@@ -154,6 +154,15 @@ def test_policy_text_shows_the_answers_and_passes_no_kv(chat) -> None:
     assert "text_from = coder" in graph.compile().get_graph().draw_mermaid()
 
 
+def test_the_stock_layout_keeps_instructions_private_and_own_kv_only(chat) -> None:
+    model = chat(speak, engine=_ENGINE, layout="stock")
+    graph = builder(model, "coder", "tester")
+    add_cache_handoff(graph, "coder", "tester")
+    run(graph)
+    assert model.shared_host.texts[1].startswith(f"<|im_start|>system\n{INSTRUCTIONS['tester']}<|im_end|>")
+    assert "coder: This is what" in model.shared_host.texts[1] and model.reports[1].reused_tokens == 0
+
+
 @pytest.mark.parametrize("how", ["edge", "helper", "model"])
 def test_policy_all_shares_among_all(chat, how: str) -> None:
     model = chat(speak, engine=_ENGINE, policy="all" if how == "model" else None)
