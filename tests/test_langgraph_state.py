@@ -294,7 +294,7 @@ def test_three_agents_in_a_loop_compute_each_token_at_most_twice(chat) -> None:
         "reviewer",
         "coder",
         path=lambda s: END if len(s["messages"]) > 6 else "coder",
-        path_map={"coder": "coder", END: END},
+        path_map=["coder", END],
     )
     graph.compile().invoke({"messages": [HumanMessage(TASK)]})
     reports = model.reports
