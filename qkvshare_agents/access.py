@@ -11,9 +11,11 @@ class Access:
 
     owners: who joins the owners of all that the turn computes or is handed; nobody by default.
     readers: the owners whose pages it may read; None: everybody's, also those without an owner.
-    reason: why others' pages are not read, in words, for the report.
+    reason: why others' pages are not read, in words, for the report. notice: what the report says besides when a
+    turn reuses nothing that others computed.
     """
 
     owners: tuple[str, ...] = ()
     readers: Readers | None = None
     reason: str = ""
+    notice: str = ""

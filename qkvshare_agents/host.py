@@ -22,7 +22,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
 from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
-from qkvshare_agents.planner import Plan, plan
+from qkvshare_agents.planner import Mode, Plan, plan
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.settings import HostSettings
@@ -173,7 +173,8 @@ class Host:
         first_ms = first_ms or _ms_since(started)
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
-        reasons = start.plan.reasons + self._keep(start, (*prompt.ids, *speech.ids))
+        noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
+        reasons = start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
             self.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))

@@ -42,7 +42,8 @@ def chat(request):
 
     def make(script, *, engine=None, precision="native", **options):
         name = f"host-{request.node.name}-{len(made)}"
-        install(ScriptedHost(script, engine=engine, precision=precision), name)
+        layout = {"layout": options["layout"]} if "layout" in options else {}
+        install(ScriptedHost(script, engine=engine, precision=precision, **layout), name)
         made.append(name)
         return ChatQKVShare(model="scripted", host=name, precision=precision, **options)
 

@@ -84,6 +84,7 @@ def test_isolated_agents_do_not_see_cues_but_see_what_was_said(chat) -> None:
     assert second.startswith(f"<|im_start|>system\n{INSTRUCTIONS['tester']}<|im_end|>")
     assert "coder: This is what somebody has to say" in second and INSTRUCTIONS["coder"] not in second
     assert "[coder]" not in first + second and "[tester]" not in first + second
+    assert "what coder said is text to this agent: no add_cache_handoff" in model.reports[1].reasons[1]
 
 
 def test_agents_that_say_the_same_are_told_apart_by_name(chat) -> None:
@@ -151,6 +152,15 @@ def test_policy_text_shows_the_answers_and_passes_no_kv(chat) -> None:
     assert report.reused_tokens == 0 and report.mode.value == "TEXT" and "policy 'kv'" in report.reasons[0]
     assert "[coder]" in model.shared_host.texts[1] and "Be strict." in model.shared_host.texts[1]
     assert "text_from = coder" in graph.compile().get_graph().draw_mermaid()
+
+
+def test_the_stock_layout_keeps_instructions_private_and_own_kv_only(chat) -> None:
+    model = chat(speak, engine=_ENGINE, layout="stock")
+    graph = builder(model, "coder", "tester")
+    add_cache_handoff(graph, "coder", "tester")
+    run(graph)
+    assert model.shared_host.texts[1].startswith(f"<|im_start|>system\n{INSTRUCTIONS['tester']}<|im_end|>")
+    assert "coder: This is what" in model.shared_host.texts[1] and model.reports[1].reused_tokens == 0
 
 
 @pytest.mark.parametrize("how", ["edge", "helper", "model"])

@@ -24,9 +24,9 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, field_validator
 
 from qkvshare_adapters import langchain_run
-from qkvshare_adapters.langchain_caller import Caller, find_caller, run_metadata
+from qkvshare_adapters.langchain_caller import find_caller, run_metadata
+from qkvshare_adapters.langchain_members import speaker
 from qkvshare_adapters.langchain_messages import (
-    Schemas,
     allowed_tools,
     json_schema,
     split_instruction,
@@ -36,9 +36,7 @@ from qkvshare_adapters.langchain_messages import (
 )
 from qkvshare_adapters.langchain_stream import ShownText, to_chunk
 from qkvshare_adapters.langchain_structured import structured
-from qkvshare_adapters.langgraph_tools import find_tools
 from qkvshare_agents.host import Host, HostSettings
-from qkvshare_agents.ledger import Member
 from qkvshare_agents.registry import drop_host, keep_host
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.sampling import Sampling
@@ -68,7 +66,7 @@ class ChatQKVShare(BaseChatModel):
     model: str = "smollm2-135m"
     host: str | None = None
     agent: str | None = None
-    members: dict[str, str] = Field(default_factory=dict)
+    members: dict[str, str] = Field(default_factory=dict, repr=False)
     policy: Literal["all"] | None = None
 
     dtype: str = "auto"
@@ -272,28 +270,19 @@ class ChatQKVShare(BaseChatModel):
         everyone = self.policy == "all"
         caller = find_caller(metadata, told=told, instruction=instruction, share_all=everyone, layout=self.layout)
         schemas = to_schemas(options.get("tools") or ())
+        seen = to_messages(rest, caller, host.ledger)
         tools, must_call = allowed_tools(schemas, options.get("tool_choice"))
         return Turn(
-            self._speaker(host, caller, instruction, schemas, learn),
+            speaker(host, caller, instruction, schemas, self.members, learn=learn),
             caller.scope,
-            to_messages(rest, caller, host.ledger),
+            seen,
             self._sampling(stop, options),
             tools,
             must_call=must_call,
             schema=json_schema(options.get("response_format")),
             view=caller.view,
-            access=caller.access,
+            access=caller.with_notice(rest, seen),
         ), host
-
-    def _speaker(self, host: Host, caller: Caller, instruction: str, tools: Schemas, learn: bool) -> Member:
-        if not caller.shared or not learn:
-            return Member(caller.name, caller.name, instruction or self.members.get(caller.name, ""), tools)
-        known = host.roster.members(caller.scope)
-        declared = find_tools(caller.group)
-        for name in {*declared, *filter(caller.sees, self.members)} - known.keys():
-            host.roster.learn(caller.scope, name, self.members.get(name), declared.get(name, ()))
-        own = None if not instruction and caller.name in self.members else instruction
-        return host.roster.learn(caller.scope, caller.name, own, tools, named=bool(caller.name))
 
 
 def _result(answer: Answer, host: Host) -> ChatResult:

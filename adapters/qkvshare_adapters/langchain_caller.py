@@ -4,18 +4,19 @@ LangChain tells a model nothing about the agent behind a call but the run's meta
 an agent without annotation sees no other agent's cues and reads no KV but its own.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from langchain_core.callbacks import BaseRunManager
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import ensure_config
 
 from qkvshare_adapters.langgraph_annotation import Annotation
 from qkvshare_agents.access import Access
 from qkvshare_agents.ledger import Ledger, hash_name
-from qkvshare_agents.transcript import Layout, View
+from qkvshare_agents.transcript import Layout, Message, View
 
 _AGENT_NODES = ("model", "agent")  # what create_agent and its predecessor call the node with the model
 _ISOLATED = "this agent has no cache handoff from them, see add_cache_handoff"
@@ -50,7 +51,14 @@ class Caller:
         return near.pop() if len(near) == 1 else ""
 
     def _same_thread(self, scope: str) -> bool:
-        return bool(self.thread) and scope.split("\0")[1:2] == [self.thread]
+        return bool(self.thread) and scope.startswith(_join(self.thread)[:-1] + ",")
+
+    def with_notice(self, messages: Sequence[BaseMessage], seen: Sequence[Message]) -> Access:
+        """Its access, which says in the report whose answers it reads as text for want of an annotation."""
+        pairs = zip(messages, seen, strict=True)
+        strangers = sorted({m.source for told, m in pairs if isinstance(told, AIMessage) and m.role == "user"})
+        text = f"what {', '.join(strangers)} said is text to this agent: no add_cache_handoff leads from there"
+        return replace(self.access, notice=text if strangers else "")
 
 
 def run_metadata(run_manager: BaseRunManager | None) -> dict[str, Any]:
@@ -82,8 +90,8 @@ def find_caller(
         return replace(member, group=annotation.digest)
     name = told or str(metadata.get("lc_agent_name") or "") or _node_name(path)
     if share_all:
-        return _everyone(name, thread, _join("all", thread), {}, layout)
-    scope = _join("alone", thread, *path)
+        return _everyone(name, thread, _join(thread, "all"), {}, layout)
+    scope = _join(thread, "alone", *path)
     owner = _join(scope, name or f"#{hash_name(instruction)}")
     view = View("stock", frozenset({name}))
     return Caller(name, thread, scope, view, Access((owner,), frozenset({owner}), _ISOLATED), shared=False)
@@ -99,8 +107,8 @@ def _member(annotation: Annotation, thread: str, outside: list[str], inside: lis
     name = annotation.agent
     graph = annotation.digest if thread else annotation.graph
     if annotation.everyone:
-        return _everyone(name, thread, _join("graph", thread, *outside, graph), annotation.handoffs, layout)
-    scope = _join("group", thread, *outside, graph, min(annotation.group))
+        return _everyone(name, thread, _join(thread, "graph", *outside, graph), annotation.handoffs, layout)
+    scope = _join(thread, "group", *outside, graph, min(annotation.group))
     own = _join(scope, name, *inside, "")
     readers = frozenset(_join(scope, source) for source in annotation.sources - {name}) | {own}
     view = View(layout, annotation.upstream, annotation.handoffs)
@@ -125,4 +133,5 @@ def _node_name(path: list[str]) -> str:
 
 
 def _join(*parts: str) -> str:
-    return "\0".join(parts)
+    """One name of several, whatever is in them: a thread's id may come from outside."""
+    return json.dumps(parts)

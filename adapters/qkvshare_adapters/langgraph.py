@@ -28,7 +28,7 @@ def add_cache_handoff(
     instruction: str | None = None,
     policy: Policy | None = None,
     path: Callable[..., Any] | None = None,
-    path_map: Mapping[Hashable, str] | None = None,
+    path_map: Mapping[Hashable, str] | Sequence[str] | None = None,
     dynamic: bool = False,
 ) -> Builder:
     """Add an edge whose target continues from the source's KV and sees its answers. Returns the builder.
@@ -39,7 +39,8 @@ def add_cache_handoff(
     instruction: what the target is told besides when its turn follows an answer of the source.
     policy: "kv" (None); "text": the target sees the answers but reads their text again; "all": all nodes of the
     graph that were added before share with each other.
-    path, path_map: adds `add_conditional_edges(source, path, path_map)` instead of an edge.
+    path, path_map: adds `add_conditional_edges(source, path, path_map)` instead of an edge. By default the map is
+    the targets; where `path` may also lead elsewhere, to END for instance, the map has to say so.
     dynamic: adds no edge, for a source that routes by itself, with `Command(goto=...)`, `Send` or conditional
     edges that exist already. The handoff is drawn as a possible destination.
 
@@ -55,8 +56,9 @@ def add_cache_handoff(
     if dynamic:
         _draw(builder, sources, targets)
     elif path:
+        routes = dict(path_map) if isinstance(path_map, Mapping) else list(path_map or targets)
         for name in sources:
-            builder.add_conditional_edges(name, path, dict(path_map) if path_map else targets)
+            builder.add_conditional_edges(name, path, routes)
     else:
         for name in targets:
             builder.add_edge(source if isinstance(source, str) else sources, name)
