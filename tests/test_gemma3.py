@@ -18,7 +18,7 @@ def gemma() -> Engine:
     try:
         models.resolve("gemma3-270m")
     except ModelNotFound:
-        pytest.skip("gemma3-270m is not pulled: its terms are the user's to accept, so that nothing brings it by itself")
+        pytest.skip("gemma3-270m is not pulled; its terms are for the user to accept, so nothing brings it by itself")
     if os.environ.get("CI"):
         pytest.skip("a gigabyte of float32 weights; CI runs the family's tiny model instead")
     return Engine.load("gemma3-270m", dtype="float32")
