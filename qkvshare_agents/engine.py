@@ -11,44 +11,30 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from qkvshare_agents import fingerprint, models
+from qkvshare_agents.configuration import active_adapters, eos_ids, rope_switch_tokens
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of
+from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
 _PROBE_TOKENS = 12
+_LONGEST_PROBED_WINDOW = 1024  # tokens; so that loading stays a matter of seconds on a CPU
 # How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
 # anew with every longer call); or only as a whole, with no cache at all.
 Replay = Literal["chunks", "steps", "whole"]
-_LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
-
-
-class _KVCacheLayer(DynamicLayer):
-    """One layer of transformers' cache that stores into a KVCache, so that no step copies the history."""
-
-    def __init__(self, kv: KVCache, index: int) -> None:
-        super().__init__()
-        self._kv, self._index = kv, index
-        self.device, self.dtype = kv.shape.device, kv.shape.dtype
-        keys, values = kv.span(0, kv.tokens)
-        self.keys, self.values = keys[index][None], values[index][None]
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._kv.append(self._index, key_states[0], value_states[0])
-        self.keys, self.values = keys[None], values[None]
-        return self.keys, self.values
 
 
 @dataclass
 class Run:
     """A running turn: transformers' cache, and our KVCache behind it unless the model can't hand KV over."""
 
-    cache: Cache
+    cache: Cache | None
     kv: KVCache | None
     tokens: int
     ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
@@ -59,6 +45,8 @@ class Engine:
 
     refusal: why KV can't be handed over (then every turn is text replay), or None.
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
+    has_state: some layers fold all tokens into a state that can't be cut.
+    cache_argument: what the model's forward calls its cache.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
@@ -68,13 +56,14 @@ class Engine:
         self.config = model.config.get_text_config()
         self.template = Template(tokenizer, thinking=thinking)
         accepted = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
+        self.cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._keeps_logits = "logits_to_keep" in accepted
         self._takes_positions = "position_ids" in accepted
         self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
-        self.kv_limit_tokens = _rope_switch_tokens(self.config)
-        self.stop_ids = self.template.stop_ids(_eos_ids(model, tokenizer))
+        self.kv_limit_tokens = rope_switch_tokens(self.config)
+        self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
         self.shape: KVShape | None = None
+        self.has_state = False
         self._replay: Replay = "chunks"
         self.refusal = self._probe()
         if self.refusal:
@@ -117,7 +106,7 @@ class Engine:
             self._fingerprint = Fingerprint(
                 architecture=fingerprint.hash_config(self.config.to_dict()),
                 weights=fingerprint.hash_weights(self.model.state_dict().items()),
-                lora_adapters=str(_active_adapters(self.model)),
+                lora_adapters=str(active_adapters(self.model)),
                 dtype=str(self.model.dtype),
                 tokenizer=fingerprint.hash_text(self.tokenizer.backend_tokenizer.to_str()),
                 chat_template=fingerprint.hash_text(str(template)),
@@ -125,12 +114,20 @@ class Engine:
             self._stamp = stamp
         return self._fingerprint
 
+    @property
+    def reads_in_steps(self) -> bool:
+        """Behind what was read before, only token by token is exact (a fault of some state space models)."""
+        return self._replay == "steps"
+
     def begin(self, kv: KVCache | None) -> Run:
         """Start a turn on what `kv` holds, or (None) on an empty cache of transformers' own."""
         if kv is None:
             return Run(DynamicCache(config=self.config), None, 0)
-        layers: list[Any] = [_KVCacheLayer(kv, index) for index in range(kv.shape.layers)]
-        return Run(Cache(layers=layers), kv, kv.tokens)
+        return Run(cache_over(kv, self.config), kv, kv.tokens)
+
+    def snapshot(self, run: Run) -> Snapshot | None:
+        """Copy of the recurrent state behind what was fed; None for models without any."""
+        return snapshot_of(run.cache, run.tokens) if run.cache and self.has_state else None
 
     @torch.inference_mode()
     def feed(self, run: Run, ids: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> Tensor | None:
@@ -152,64 +149,98 @@ class Engine:
     def _chunk_tokens(self, run: Run, count: int) -> int:
         if self.kv_limit_tokens and run.tokens + count > self.kv_limit_tokens:
             return count  # one forward gives all keys the same rotary frequencies
-        if run.kv is not None or self._replay == "chunks":
+        if self._replay == "chunks":
             return PREFILL_CHUNK_TOKENS
         return 1 if self._replay == "steps" and run.tokens else count
+
+    @torch.inference_mode()
+    def logits(self, kv: KVCache, ids: Sequence[int], count: int) -> Tensor:
+        """Logits [count, V] in float32 behind each of the last `count` of `ids`, read behind `kv` and then forgotten.
+
+        One forward for all of `ids`: for measurements, where the ids are known beforehand.
+        """
+        before, run = kv.tokens, self.begin(kv)
+        try:
+            if self._replay == "chunks" or not before:
+                return self._read(run, ids, count)
+            return torch.cat([self._read(run, [i], 1) for i in ids])[-count:]
+        finally:
+            kv.crop(before)
 
     def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
         if run.kv is None:
             run.ids += ids
         if run.kv is None and self._replay == "whole":
-            run.cache, run.tokens, ids = DynamicCache(config=self.config), 0, run.ids
+            run.cache, run.tokens, ids = None, 0, run.ids
+        return self._read(run, ids, 1)[0]
+
+    def _read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
         device = self.model.device
-        arguments: dict[str, Any] = {self._cache_argument: run.cache, "use_cache": True}
+        arguments: dict[str, Any] = {"use_cache": run.cache is not None}
+        if run.cache is not None:
+            arguments[self.cache_argument] = run.cache
         if self._takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
         if self._keeps_logits:
-            arguments["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = count
         output = self.model(input_ids=torch.tensor([list(ids)], device=device), **arguments)
         run.tokens += len(ids)
-        return output.logits[0, -1].float()
+        return output.logits[0, -count:].float()
 
     @torch.inference_mode()
     def _probe(self) -> str | None:
         """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
         cache = DynamicCache(config=self.config)
-        kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"DynamicLayer"})
-        if kinds:
-            return f"{self.config.model_type} has layers whose KV can't be handed over yet: {', '.join(kinds)}"
+        name = self.config.model_type
+        if (window := longest_window(cache)) > _LONGEST_PROBED_WINDOW:
+            return f"a sliding window of {window} tokens is longer than what is probed ({_LONGEST_PROBED_WINDOW})"
+        ids = self._probe_ids(window + _PROBE_TOKENS)  # a window shows only beyond its length
         try:
-            expected = self._forward(Run(cache, None, 0), self._probe_ids)
-            self.shape = _shape_of(cache)
-            kv = KVCache(self.shape)
-            self._forward(self.begin(kv), self._probe_ids[: _PROBE_TOKENS // 2])
-            got = self._forward(self.begin(kv), self._probe_ids[_PROBE_TOKENS // 2 :])
+            self.has_state = has_state(kinds_of(cache))
+            expected = self._forward(Run(cache, None, 0), ids)
+            self.shape = shape_of(cache)
+            ways: list[Replay] = ["chunks", "steps"] if self.has_state else ["chunks"]
+            for self._replay in ways:
+                if self._agree(self._continued(ids, len(ids) - _PROBE_TOKENS // 2), expected):
+                    return None
         except UnsupportedModel as error:
-            return str(error)
+            return f"{name} {error}"
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-            return f"{self.config.model_type} can't continue from injected KV: {error}"
-        if not self._agree(got, expected):
-            return f"{self.config.model_type} continues differently from injected KV than in one forward"
-        return None
+            return f"{name} can't continue from injected KV: {error}"
+        return f"{name} continues differently from injected KV than in one forward"
+
+    def _continued(self, ids: list[int], split: int) -> Tensor:
+        """Logits behind `ids` when those from `split` on are read in another run, behind copies of what came before."""
+        assert self.shape is not None
+        kv = KVCache(self.shape)
+        first = self.begin(kv)
+        self._forward(first, ids[:split])
+        kv.state = self.snapshot(first)
+        # Another conversation in between, as on a host: some models keep their state in their modules
+        self._forward(self.begin(KVCache(self.shape)), ids[split:])
+        second = self.begin(kv)
+        logits = self.feed(second, ids[split:])
+        assert logits is not None
+        return logits
 
     @torch.inference_mode()
     def _probe_replay(self) -> Replay:
         """Find out how this model's own cache may be filled."""
-        expected = self._forward(self.begin(None), self._probe_ids)
+        ids = self._probe_ids(_PROBE_TOKENS)
+        expected = self._read(Run(None, None, 0), ids, 1)[0]
         splits: list[tuple[Replay, int]] = [("chunks", _PROBE_TOKENS // 2), ("steps", _PROBE_TOKENS - 1)]
         for way, at in splits:
-            run = self.begin(None)
             try:
-                self._forward(run, self._probe_ids[:at])
-                if self._agree(self._forward(run, self._probe_ids[at:]), expected):
+                run = self.begin(None)
+                self._forward(run, ids[:at])
+                if self._agree(self._forward(run, ids[at:]), expected):
                     return way
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 continue
         return "whole"
 
-    @property
-    def _probe_ids(self) -> list[int]:
-        return [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(_PROBE_TOKENS)]
+    def _probe_ids(self, count: int) -> list[int]:
+        return [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(count)]
 
     def _agree(self, a: Tensor, b: Tensor) -> bool:
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
@@ -229,50 +260,4 @@ class Engine:
                 by_device.setdefault(tensor.device, []).append(tensor.detach()[tuple(n // 2 for n in tensor.shape)])
         looked_at = [v for held in by_device.values() for v in torch.stack([t.float() for t in held]).tolist()]
         places = hash(tuple(t.data_ptr() for t in tensors))
-        return len(tensors), versions, tuple(looked_at), places, _active_adapters(self.model)
-
-
-def _shape_of(cache: Cache) -> KVShape:
-    shapes = set()
-    for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.dim() != 4:
-            raise UnsupportedModel("a layer keeps no [B, H, T, D] keys and values; its KV can't be handed over yet")
-        shapes.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, values.shape[1]))
-    if len(shapes) != 1:
-        raise UnsupportedModel(f"layers differ in KV shape {shapes}; they can't be handed over yet")
-    heads, key_dim, value_dim, dtype, device, value_heads = shapes.pop()
-    if value_heads != heads:
-        raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-    return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, device)
-
-
-def _rope_switch_tokens(config: Any) -> int | None:
-    """The length beyond which a `dynamic` or `longrope` model uses other frequencies for all its keys."""
-    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [ropes, *(r for r in ropes.values() if isinstance(r, dict))]
-    for rope in nested:
-        if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPES:
-            original = rope.get("original_max_position_embeddings")
-            return (
-                original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-            )
-    return None
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    found: list[int] = []
-    for eos in (
-        getattr(model.generation_config, "eos_token_id", None),
-        model.config.eos_token_id,
-        tokenizer.eos_token_id,
-    ):
-        found += eos if isinstance(eos, list) else [eos] if eos is not None else []
-    return found
-
-
-def _active_adapters(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of LoRA adapters in effect (their weights are among the parameters)."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return ()
-    return tuple(model.active_adapters())
+        return len(tensors), versions, tuple(looked_at), places, active_adapters(self.model)

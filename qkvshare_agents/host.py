@@ -13,17 +13,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from qkvshare_agents.access import Access
 from qkvshare_agents.engine import Engine, Run
-from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed, InvalidSetting
+from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
 from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
 from qkvshare_agents.planner import Mode, Plan, plan
 from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.rotation import settle
+from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.snapshot import Snapshot, SnapshotStore
 from qkvshare_agents.speech import Speech
-from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Prompt, lay_out, ledger_keys
+from qkvshare_agents.transcript import Prompt, lay_out, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
@@ -31,41 +36,9 @@ _RESERVED_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class HostSettings:
-    """What a host is opened with.
-
-    model: local directory, pulled name or Hub id. precision: a preset's name. budget_bytes: pages kept, over
-    all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
-    of the relay layout. salt: hosts with another salt never find each other's pages (default: $QKVSHARE_SALT).
-    handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
-    every turn.
-    """
-
-    model: str
-    dtype: str = "auto"
-    device: str | None = None
-    attn_implementation: str | None = None
-    thinking: bool = False
-    precision: str = "safe"
-    budget_bytes: int = 2 * 1024**3
-    layout: Layout = "relay"
-    system: str = SHARED_SYSTEM
-    salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
-    handoff: bool = True
-    measure_replay: bool = False
-
-    def __post_init__(self) -> None:
-        preset(self.precision)
-        if self.layout not in LAYOUTS:
-            raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
-        if self.budget_bytes < 0:
-            raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
-
-
-@dataclass(frozen=True)
 class _Start:
     """A turn that is planned and has its handed-over KV in place. store, owners: where and for whom its KV may be
-    kept, if anywhere."""
+    kept, if anywhere. state: what it continues from beside pages; snapshots: taken on the way, by tokens."""
 
     run: Run
     plan: Plan
@@ -73,6 +46,8 @@ class _Start:
     store: PageStore | None = None
     owners: tuple[str, ...] = ()
     import_ms: float = 0.0
+    state: Snapshot | None = None
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
 
 class Host:
@@ -80,13 +55,14 @@ class Host:
 
     def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
         self.settings = settings
-        self.precision: Precision = preset(settings.precision)
+        self._precision = preset(settings.precision)
         self.ledger = Ledger()
         self.roster = Roster()
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
         self._engine = engine
-        self._loading = threading.Lock()
+        self._loading, self._settled = threading.Lock(), False
         self._store: PageStore | None = None
+        self._snapshots = SnapshotStore(settings.budget_bytes // 2)
         self._root = b""
         self._kv: KVCache | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
@@ -106,8 +82,18 @@ class Host:
                     attn_implementation=s.attn_implementation,
                     thinking=s.thinking,
                 )
-                _ = self._engine.fingerprint  # hashing the weights is part of loading, not of the first turn
+            if not self._settled:
+                _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
+                if self.settings.handoff:
+                    self._precision = settle(self._precision, self._engine)
+                self._settled = True
             return self._engine
+
+    @property
+    def precision(self) -> Precision:
+        """How pages are sealed, with what the preset leaves to a probe of the model settled."""
+        _ = self.engine
+        return self._precision
 
     @property
     def store(self) -> PageStore:
@@ -115,9 +101,9 @@ class Host:
         salt = hashlib.sha256(self.settings.salt.encode()).digest()
         root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
         if self._store is None or root != self._root:
-            if self._store:
-                self._store.clear()
-            self._store, self._root = PageStore(root, self.settings.budget_bytes), root
+            self._forget()
+            pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
+            self._store, self._root = PageStore(root, pages_bytes), root
         return self._store
 
     def submit(
@@ -154,9 +140,13 @@ class Host:
         """Let the running turn end, refuse queued and further ones with HostClosed, free the model and all pages."""
         self._closed = True
         self._worker.shutdown(wait=True)
+        self._forget()
+        self._engine = self._store = self._kv = None
+
+    def _forget(self) -> None:
         if self._store:
             self._store.clear()
-        self._engine = self._store = self._kv = None
+        self._snapshots.clear()
 
     def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         if cancelled():
@@ -175,16 +165,15 @@ class Host:
         longest = min(turn.sampling.max_tokens or room, room)
         start = self._begin(prompt, longest, turn.access)
         reused = start.plan.reused_tokens
-        logits = engine.feed(start.run, prompt.ids[reused:], cancelled)
-        if logits is None:
-            raise Cancelled("the turn was cancelled while it read its prompt")
+        logits = self._read(start, prompt, cancelled)
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
             first_ms = first_ms or _ms_since(started)
-            logits = engine.feed(start.run, speech.ids[-1:], cancelled)
-            if logits is None:
+            following = engine.feed(start.run, speech.ids[-1:], cancelled)
+            if following is None:
                 raise Cancelled(f"the turn was cancelled after {len(speech.ids)} tokens")
+            logits = following
         first_ms = first_ms or _ms_since(started)
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
@@ -202,8 +191,9 @@ class Host:
             prompt_tokens=len(prompt.ids),
             reused_tokens=reused,
             generated_tokens=len(speech.ids),
-            payload_bytes=start.match.nbytes,
-            fp16_bytes=engine.shape.fp16_bytes(reused) if engine.shape else 0,
+            payload_bytes=start.match.nbytes + (start.state.nbytes if start.state else 0),
+            fp16_bytes=(engine.shape.fp16_bytes(reused) if engine.shape else 0)
+            + (start.state.fp16_bytes if start.state else 0),
             import_ms=start.import_ms,
             transfer_ms=0.0,
             first_token_ms=first_ms,
@@ -229,18 +219,42 @@ class Host:
         ids = prompt.ids[:-1]  # one token must be run in any case
         match = store.match(ids, access.readers)
         hidden = access.readers is not None and store.stored_tokens(ids) > match.tokens
+        found, state = match.tokens, None
+        if engine.has_state:
+            state = self._snapshots.longest(ids[:found])
+            match = match.head(state.tokens if state else 0)
         decision = plan(
             prompt.settled,
             match.tokens,
             evicted_pages=store.evicted_pages,
             withheld=access.reason if hidden else "",
+            stateless_tokens=found - match.tokens,
         )
         importing = time.perf_counter()
         if self._kv is None or self._kv.shape != engine.shape:
             self._kv = KVCache(engine.shape)
         self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         self._kv.load(match.runs)
-        return _Start(engine.begin(self._kv), decision, match, store, access.owners, _ms_since(importing))
+        self._kv.state = state
+        run = engine.begin(self._kv)
+        return _Start(run, decision, match, store, access.owners, _ms_since(importing), state)
+
+    def _read(self, start: _Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
+        """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
+        engine, position = self.engine, start.plan.reused_tokens
+        stops = [len(prompt.ids)]
+        if engine.has_state and start.store and position < prompt.settled:
+            stops.insert(0, prompt.settled)
+        while True:
+            stop = stops.pop(0)
+            logits = engine.feed(start.run, prompt.ids[position:stop], cancelled)
+            if logits is None:
+                raise Cancelled("the turn was cancelled while it read its prompt")
+            if not stops:
+                return logits
+            if state := engine.snapshot(start.run):
+                start.snapshots[stop] = state
+            position = stop
 
     def _keep(self, start: _Start, ids: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
@@ -258,6 +272,10 @@ class Host:
             store.extend(fed, self.precision.page_size, sealed_tokens, make_page, start.owners)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
+        if state := self.engine.snapshot(start.run):
+            start.snapshots[len(fed)] = state
+        for tokens, snapshot in start.snapshots.items():
+            self._snapshots.keep(fed[:tokens], snapshot)
         return ()
 
     def _replay_ms(self, prompt: Prompt) -> float:

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.page import Page
+from qkvshare_agents.snapshot import Snapshot
 
 _ROUND_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """Keys [L, H, T, key_dim] and values [L, H, T, value_dim] of a model whose layers are all alike."""
+    """Keys [L, H, T, key_dim] and values [L, H, T, value_dim] of a model whose layers are all alike.
+
+    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. Their KV is
+    kept for all tokens nevertheless, so that a conversation can be continued from any token; masks do the rest.
+    """
 
     layers: int
     heads: int
@@ -26,10 +31,13 @@ class KVShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int | None, ...] = ()
 
     def fp16_bytes(self, tokens: int) -> int:
-        """What `tokens` tokens take in a 16-bit cache: the yardstick of every payload ratio."""
-        return 2 * tokens * self.layers * self.heads * (self.key_dim + self.value_dim)
+        """What `tokens` tokens take in a 16-bit cache, of windows only what they show: the yardstick of all ratios."""
+        windows = self.windows or (None,) * self.layers
+        kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows)
+        return 2 * kept * self.heads * (self.key_dim + self.value_dim)
 
 
 class KVCache:
@@ -39,11 +47,12 @@ class KVCache:
         self.shape = shape
         self._keys, self._values = self._allocate(0)
         self._lengths = [0] * shape.layers
+        self.state: Snapshot | None = None  # of layers that are no attention, behind exactly `tokens` tokens
 
     @property
     def tokens(self) -> int:
         """Tokens that every layer holds."""
-        return min(self._lengths)
+        return min(self._lengths, default=self.state.tokens if self.state else 0)
 
     @property
     def nbytes(self) -> int:
@@ -52,15 +61,17 @@ class KVCache:
     def clear(self, reserve_tokens: int) -> None:
         """Start over, with room for `reserve_tokens` tokens."""
         self._lengths = [0] * self.shape.layers
+        self.state = None
         self._reserve(reserve_tokens)
 
     def load(self, runs: Iterable[tuple[Page, int]]) -> None:
         """Append the first `tokens` tokens of each page, in order."""
+        start = self.tokens
         for page, tokens in runs:
-            start, stop = self.tokens, self.tokens + tokens
-            self._reserve(stop)
-            page.open_into(*self.span(start, stop))
-            self._lengths = [stop] * self.shape.layers
+            self._reserve(start + tokens)
+            page.open_into(*self.span(start, start + tokens))
+            start += tokens
+            self._lengths = [start] * self.shape.layers
 
     def crop(self, tokens: int) -> None:
         """Forget what lies beyond the first `tokens` tokens."""
@@ -68,6 +79,7 @@ class KVCache:
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of keys [L, H, stop - start, Dk] and values [L, H, stop - start, Dv]."""
+        self._reserve(stop if not self._lengths else 0)  # without attention layers nothing was appended
         return self._keys[:, :, start:stop], self._values[:, :, start:stop]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +102,7 @@ class KVCache:
     def _reserve(self, tokens: int) -> None:
         if tokens <= self._keys.shape[2]:
             return
-        used = max(self._lengths)
+        used = max(self._lengths, default=0)
         old = self.span(0, used)
         room = -(-max(tokens, used * 5 // 4) // _ROUND_TOKENS) * _ROUND_TOKENS
         self._keys, self._values = self._allocate(room)

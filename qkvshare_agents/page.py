@@ -16,6 +16,10 @@ from qkvshare_agents import codec
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.errors import CodecError, InvalidSetting
 
+# How far below 8 bits scales go from the range of a group towards the least squares fit. Keys only half of the way:
+# the outlying ones that a whole fit clamps are those which attention looks for.
+_KEY_FIT, _VALUE_FIT = 0.5, 1.0
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -23,10 +27,11 @@ class Precision:
 
     key_bits, value_bits: width of the codes; both None keeps pages native (exact).
     page_size: tokens in a sealed page. num_sink_tokens: first tokens of a sequence that stay native.
-    residual_length: newest tokens that stay native (the unfilled page always does). rotate_keys,
-    rotate_values: spread outlying channels over the head dimension before quantizing. key_group_size: tokens that
-    share a key channel's scale (None: the page). value_group_size: neighbouring values of a token's head that
-    share a scale (None: the head). Values of 8 bits have a scale only, narrower ones a minimum as well.
+    residual_length: newest tokens that stay native (the unfilled page always does). rotate_keys: spread outlying
+    channels over the head dimension before quantizing; that helps some models and harms others, and None leaves it
+    to a probe of the model (`rotation`). rotate_values: the same for values; None does so below 8 bits.
+    key_group_size: tokens that share a key channel's scale and minimum (None: the page). value_group_size:
+    neighbouring values of a token's head that share a scale (None: the head).
     """
 
     key_bits: int | None = 8
@@ -34,10 +39,10 @@ class Precision:
     page_size: int = 64
     num_sink_tokens: int = 4
     residual_length: int = 0
-    rotate_keys: bool = True
-    rotate_values: bool = False
+    rotate_keys: bool | None = None
+    rotate_values: bool | None = None
     key_group_size: int | None = None
-    value_group_size: int | None = None
+    value_group_size: int | None = 64
 
     def __post_init__(self) -> None:
         widths = (*codec.WIDTHS, None)
@@ -59,8 +64,11 @@ class Precision:
 
 
 PRESETS = {
-    "safe": Precision(),
-    "native": Precision(key_bits=None, value_bits=None),
+    "safe": Precision(8, 8),
+    "default": Precision(4, 4),
+    "small": Precision(3, 3),
+    "tiny": Precision(3, 2),
+    "native": Precision(None, None),
 }
 
 
@@ -111,25 +119,31 @@ def keep_native(keys: Tensor, values: Tensor) -> Page:
 
 
 def seal(keys: Tensor, values: Tensor, precision: Precision, *, starts_sequence: bool) -> Page:
-    """Encode a full page for good. keys [L, H, S, Dk], values [L, H, S, Dv]. Raises CodecError on NaN or Inf."""
+    """Encode a full page for good. keys [L, H, S, Dk], values [L, H, S, Dv]. Raises CodecError on NaN or Inf.
+
+    Keys have scale and minimum, values a scale only. A `rotate_keys` that was left to a probe counts as True here.
+    """
     if precision.key_bits is None or precision.value_bits is None:
         return keep_native(keys, values)
     sinks = precision.num_sink_tokens if starts_sequence else 0
     native = keep_native(keys[..., :sinks, :], values[..., :sinks, :]).native if sinks else None
+    narrow = precision.value_bits < 8
     packed_keys = codec.encode(
         keys[..., sinks:, :],
         precision.key_bits,
         "channel",
         group_size=precision.key_group_size,
-        rotate=precision.rotate_keys,
+        rotate=precision.rotate_keys is not False,
+        fit=_KEY_FIT if precision.key_bits < 8 else 0.0,
     )
     packed_values = codec.encode(
         values[..., sinks:, :],
         precision.value_bits,
         "token",
         group_size=precision.value_group_size,
-        symmetric=precision.value_bits == 8,
-        rotate=precision.rotate_values,
+        symmetric=True,
+        rotate=narrow if precision.rotate_values is None else precision.rotate_values,
+        fit=_VALUE_FIT if narrow else 0.0,
     )
     return Page(native, (packed_keys, packed_values))
 

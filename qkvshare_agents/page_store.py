@@ -69,6 +69,16 @@ class Match:
     def tokens(self) -> int:
         return sum(len(node.ids) for node in self.nodes[:-1]) + self.last_tokens
 
+    def head(self, tokens: int) -> "Match":
+        """The first `tokens` tokens of the match."""
+        kept: list[Node] = []
+        for node, (_, used) in zip(self.nodes, self.runs, strict=True):
+            if tokens <= 0:
+                break
+            kept.append(node)
+            last, tokens = min(used, tokens), tokens - used
+        return Match(tuple(kept), last) if kept else NO_MATCH
+
     @property
     def nbytes(self) -> int:
         """Stored bytes of the pages, each counted once."""

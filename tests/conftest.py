@@ -1,12 +1,22 @@
 import os
+from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a hub
 
-from qkvshare_agents import models
+from qkvshare_agents import models, rotation
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import ModelNotFound
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_verdicts_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a probe found in a test is kept for the session only, and nothing is taken from earlier ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("rotation")
+        patch.setattr(rotation, "_directory", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

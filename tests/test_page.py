@@ -164,11 +164,17 @@ def test_keys_or_values_that_are_not_finite_are_not_sealed(which: int, bad: floa
 
 
 def test_presets() -> None:
-    assert set(PRESETS) == {"safe", "native"}
+    assert list(PRESETS) == ["safe", "default", "small", "tiny", "native"]
     assert preset("safe") == Precision() and not preset("safe").is_native
     assert preset("native").is_native
-    with pytest.raises(InvalidSetting, match="no preset 'tiny'; the presets are safe, native"):
-        preset("tiny")
+    with pytest.raises(InvalidSetting, match="no preset 'int7'; the presets are safe, default, small, tiny, native"):
+        preset("int7")
+
+
+def test_every_preset_takes_fewer_bytes_than_the_one_before() -> None:
+    source = noise(64)
+    sizes = [seal(*source, p, starts_sequence=True).nbytes for p in PRESETS.values()]
+    assert sizes[:-1] == sorted(set(sizes[:-1]), reverse=True) and sizes[-1] == max(sizes)
 
 
 @pytest.mark.parametrize(

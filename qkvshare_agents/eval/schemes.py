@@ -4,6 +4,7 @@ The others are written for fidelity and honest bytes, not for speed: their times
 """
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,14 @@ from torch import Tensor
 from transformers import QuantizedCache
 
 from qkvshare_agents import codec, page
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import UnsupportedModel
+from qkvshare_agents.eval import plain
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, seal_all
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
+from qkvshare_agents.rotation import rotation_helps, settle
 
-GROUP_SIZE = 64  # head values per scale in the plain per-token schemes
-_FLOAT8 = torch.float8_e4m3fn
 Group = Literal["control", "ours", "other"]
 
 
@@ -51,10 +54,10 @@ class Scheme:
     optional: bool = False
 
 
-def all_schemes(config: Any, extra: Mapping[str, Precision] | None = None) -> list[Scheme]:
-    """Controls, presets, `extra`, the sweep over widths and the competitors; `config` is the model's."""
-    ours: dict[str, Precision] = {**page.PRESETS, **(extra or {})}
-    for name, precision in sweep():
+def all_schemes(engine: Engine, extra: Mapping[str, Precision] | None = None) -> list[Scheme]:
+    """Controls, presets, `extra`, the sweep over widths and the competitors."""
+    ours = {name: settle(precision, engine) for name, precision in {**page.PRESETS, **(extra or {})}.items()}
+    for name, precision in sweep(rotation_helps(engine)):
         if precision not in ours.values():
             ours[name] = precision
     native = page.PRESETS["native"]
@@ -63,15 +66,20 @@ def all_schemes(config: Any, extra: Mapping[str, Precision] | None = None) -> li
         Scheme("no_context", "control", _nothing),
         Scheme("wrong_context", "control", paged("", native).seal, of_other_text=True),
         *(paged(name, precision) for name, precision in ours.items()),
-        Scheme("float16", "other", partial(_layerwise, _cast)),
-        Scheme("int8 per token", "other", partial(_layerwise, partial(_integers, bits=8))),
-        Scheme("int4 per token", "other", partial(_layerwise, partial(_integers, bits=4))),
-        Scheme("float8 per token", "other", partial(_layerwise, _float8)),
+        Scheme("default, deflated", "ours", partial(_deflated, ours["default"])),
+        Scheme("float16", "other", partial(_layerwise, plain.cast)),
+        *(
+            Scheme(f"int{bits} per {group}", "other", partial(_layerwise, partial(encode, bits=bits)))
+            for bits in (8, 4)
+            for group, encode in (("token", plain.per_token), ("tensor", plain.per_tensor))
+        ),
+        Scheme("nf4 per token", "other", partial(_layerwise, plain.normal_float)),
+        Scheme("float8 per token", "other", partial(_layerwise, plain.float8)),
         *(
             Scheme(
                 f"{backend} {bits or ''}".strip(),
                 "other",
-                partial(_quantized_cache, config, backend, bits),
+                partial(_quantized_cache, engine.config, backend, bits),
                 optional=True,
             )
             for backend, bits in (("quanto", 4), ("quanto", 2), ("hqq", 4), ("fp8", None))
@@ -79,15 +87,17 @@ def all_schemes(config: Any, extra: Mapping[str, Precision] | None = None) -> li
     ]
 
 
-def sweep() -> Iterator[tuple[str, Precision]]:
-    """Uniform precisions (every layer alike): all widths with keys at least as wide as values.
-
-    `plain` keys are not rotated before grouping.
-    """
+def sweep(rotate_keys: bool) -> Iterator[tuple[str, Precision]]:
+    """Uniform precisions (every layer alike): all widths with keys at least as wide as values, keys as the probe
+    says; then equal widths with keys in the other way, and narrow keys in smaller groups."""
     for key_bits, value_bits in itertools.combinations_with_replacement(sorted(codec.WIDTHS, reverse=True), 2):
-        yield f"k{key_bits}v{value_bits}", Precision(key_bits=key_bits, value_bits=value_bits)
+        yield f"k{key_bits}v{value_bits}", Precision(key_bits, value_bits, rotate_keys=rotate_keys)
+    other = "plain" if rotate_keys else "rotated"
     for bits in codec.WIDTHS:
-        yield f"k{bits}v{bits} plain", Precision(key_bits=bits, value_bits=bits, rotate_keys=False)
+        yield f"k{bits}v{bits} {other}", Precision(bits, bits, rotate_keys=not rotate_keys)
+    for key_bits, value_bits in ((4, 4), (2, 2)):
+        precision = Precision(key_bits, value_bits, rotate_keys=rotate_keys, key_group_size=32)
+        yield f"k{key_bits}v{value_bits} g32", precision
 
 
 def paged(name: str, precision: Precision, *, group: Group = "ours") -> Scheme:
@@ -115,15 +125,27 @@ def _paged(precision: Precision, kv: KVCache) -> Stored:
     return Stored(tensors + packed, packed, values, lambda target: bring(store, ids, target))
 
 
+def _deflated(precision: Precision, kv: KVCache) -> Stored:
+    """Pages with all that is packed entropy-coded by zlib (Huffman only: codes do not repeat, but are not uniform)."""
+    stored = _paged(precision, kv)
+    coded = [zlib.compress(t.contiguous().view(torch.uint8).numpy().tobytes(), 1) for t in stored.packed]
+    kept = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in coded]
+    packed = {id(t) for t in stored.packed}
+
+    def open_into(target: KVCache) -> None:
+        for part, tensor in zip(coded, stored.packed, strict=True):
+            raw = bytearray(zlib.decompress(part))
+            tensor.copy_(torch.frombuffer(raw, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))
+        stored.open_into(target)
+
+    return Stored([*(t for t in stored.tensors if id(t) not in packed), *kept], kept, stored.packed_values, open_into)
+
+
 def _nothing(kv: KVCache) -> Stored:
     return Stored([], [], 0, lambda target: target.clear(ROOM_TOKENS))
 
 
-# An encoder of [H, T, D] returns the tensors it keeps and how to get the values back.
-Encode = Callable[[Tensor], tuple[list[Tensor], Callable[[], Tensor]]]
-
-
-def _layerwise(encode: Encode, kv: KVCache) -> Stored:
+def _layerwise(encode: plain.Encode, kv: KVCache) -> Stored:
     """Keys and values [H, T, D] of each layer by themselves, all tokens alike: one layer stays in the CPU's cache."""
     keys, values = kv.span(0, kv.tokens)
     layers = [(encode(k), encode(v)) for k, v in zip(keys, values, strict=True)]
@@ -138,40 +160,10 @@ def _layerwise(encode: Encode, kv: KVCache) -> Stored:
     return Stored(tensors, tensors, keys.numel() + values.numel(), open_into)
 
 
-def _cast(x: Tensor) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    half = x.to(torch.float16, copy=True)
-    return [half], lambda: half
-
-
-def _integers(x: Tensor, *, bits: int) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    """Groups of GROUP_SIZE values of a token's head (the whole head if that does not divide), scale and minimum."""
-    size = GROUP_SIZE if x.shape[-1] % GROUP_SIZE == 0 else x.shape[-1]
-    groups = x.float().unflatten(-1, (-1, size))  # [H, T, G, size]
-    minimum = groups.amin(-1, keepdim=True).half()
-    spread = (groups - minimum.float()).amax(-1, keepdim=True)
-    scale = (spread / (2**bits - 1)).clamp_min(2.0**-14).half()
-    codes = ((groups - minimum.float()) / scale.float()).round().clamp(0, 2**bits - 1).to(torch.uint8)
-    if bits == 4:
-        low, high = codes.chunk(2, -1)
-        codes = low | high << 4
-
-    def decode() -> Tensor:
-        whole = torch.cat([codes & 15, codes >> 4], -1) if bits == 4 else codes
-        return (whole * scale.float() + minimum.float()).flatten(-2)
-
-    return [codes, scale, minimum], decode
-
-
-def _float8(x: Tensor) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    """float8_e4m3fn with one fp16 scale for each token's head."""
-    largest = x.float().abs().amax(-1, keepdim=True)
-    scale = (largest / torch.finfo(_FLOAT8).max * (1 + 2.0**-10)).clamp_min(2.0**-14).half()
-    codes = (x.float() / scale.float()).to(_FLOAT8)
-    return [codes, scale], lambda: codes.float() * scale.float()
-
-
 def _quantized_cache(config: Any, backend: str, bits: int | None, kv: KVCache) -> Stored:
     """transformers' QuantizedCache with its defaults: the first `update` quantizes everything it gets."""
+    if kv.shape.windows or kv.state:
+        raise UnsupportedModel("transformers quantizes layers of full attention only")
     cache = QuantizedCache(backend, config, **({"nbits": bits} if bits else {}))
     keys, values = kv.span(0, kv.tokens)
     layers: list[Any] = cache.layers

@@ -1,0 +1,38 @@
+"""What a loaded model and its configuration say about themselves, under whatever name."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+_LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+def rope_switch_tokens(config: Any) -> int | None:
+    """The length beyond which a `dynamic` or `longrope` model uses other frequencies for all its keys."""
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [ropes, *(r for r in ropes.values() if isinstance(r, dict))]
+    for rope in nested:
+        if rope.get("rope_type", rope.get("type")) in _LENGTH_DEPENDENT_ROPES:
+            original = rope.get("original_max_position_embeddings")
+            return (
+                original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            )
+    return None
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    found: list[int] = []
+    for eos in (
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ):
+        found += eos if isinstance(eos, list) else [eos] if eos is not None else []
+    return found
+
+
+def active_adapters(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of LoRA adapters in effect (their weights are among the parameters)."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return ()
+    return tuple(model.active_adapters())

@@ -1,0 +1,92 @@
+"""Whether keys are rotated is measured once per model, and the measurement is of what it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support import tiny_engine
+
+from qkvshare_agents import rotation
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.page import PRESETS, Precision
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(rotation, "_directory", lambda: tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Which ways were measured; plain keys look better."""
+    asked: list[bool] = []
+
+    def divergence(engine: Engine, *, rotate_keys: bool) -> float:
+        asked.append(rotate_keys)
+        return 2.0 if rotate_keys else 1.0
+
+    monkeypatch.setattr(rotation, "divergence", divergence)
+    return asked
+
+
+def test_the_better_way_is_taken_and_kept_for_the_next_load(folder: Path, measured: list[bool]) -> None:
+    assert rotation.rotation_helps(tiny_engine()) is False
+    assert rotation.rotation_helps(tiny_engine()) is False
+    assert sorted(measured) == [False, True], "the second load measured again"
+    (kept,) = folder.iterdir()
+    assert json.loads(kept.read_text())["kl_rotated"] == 2.0
+    assert rotation.rotation_helps(tiny_engine(seed=1)) is False
+    assert len(measured) == 4, "other weights are another model"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"rotate_keys"'])
+def test_a_damaged_verdict_is_measured_again(folder: Path, measured: list[bool], content: str) -> None:
+    rotation.rotation_helps(tiny_engine())
+    (kept,) = folder.iterdir()
+    kept.write_text(content)
+    assert rotation.rotation_helps(tiny_engine()) is False
+    assert len(measured) == 4 and json.loads(kept.read_text())["rotate_keys"] is False
+
+
+def test_a_cache_that_can_not_be_written_to_costs_only_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[bool]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(rotation, "_directory", lambda: tmp_path / "file" / "below")
+    assert rotation.rotation_helps(tiny_engine()) is False
+
+
+def test_the_divergence_is_measured_and_depends_on_the_rotation() -> None:
+    engine = tiny_engine()
+    rotated, plain = (rotation.divergence(engine, rotate_keys=rotate) for rotate in (True, False))
+    assert 0 < rotated != plain > 0
+    assert rotation.divergence(engine, rotate_keys=True) == rotated
+
+
+def test_a_short_context_is_enough() -> None:
+    assert rotation.divergence(tiny_engine(max_position_embeddings=200), rotate_keys=True) > 0
+
+
+def test_a_precision_that_says_is_not_overruled(folder: Path, measured: list[bool]) -> None:
+    for said in (Precision(4, 4, rotate_keys=True), PRESETS["native"]):
+        assert rotation.settle(said, tiny_engine()) is said
+    assert not measured
+    assert rotation.settle(PRESETS["default"], tiny_engine()) == Precision(4, 4, rotate_keys=False)
+
+
+def test_a_host_settles_its_precision_while_it_loads(folder: Path, measured: list[bool]) -> None:
+    host = Host(HostSettings("tiny", precision="default"), tiny_engine())
+    _ = host.engine
+    assert len(measured) == 2 and host.precision.rotate_keys is False
+    without = Host(HostSettings("tiny", precision="default", handoff=False), tiny_engine(seed=3))
+    _ = without.engine
+    assert len(measured) == 2, "a host that hands nothing over needs no probe"
+
+
+def test_the_demo_model_wants_its_keys_rotated(demo_engine: Engine, folder: Path) -> None:
+    assert rotation.rotation_helps(demo_engine)
+    (kept,) = folder.iterdir()
+    verdict = json.loads(kept.read_text())
+    assert verdict["kl_plain"] > 1.1 * verdict["kl_rotated"]
