@@ -67,6 +67,7 @@ class Host:
         self._kv: KVCache | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
         self._pid = os.getpid()
+        self._closed = False
 
     @property
     def engine(self) -> Engine:
@@ -136,8 +137,9 @@ class Host:
         )
 
     def close(self) -> None:
-        """Let the running turn end, refuse further ones, and free the model and all pages."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Let the running turn end, refuse queued and further ones with HostClosed, free the model and all pages."""
+        self._closed = True
+        self._worker.shutdown(wait=True)
         self._forget()
         self._engine = self._store = self._kv = None
 
@@ -149,6 +151,8 @@ class Host:
     def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         if cancelled():
             raise Cancelled("the turn was cancelled before it began")
+        if self._closed:
+            raise HostClosed(f"the host of {self.settings.model} was closed before this turn began")
         engine = self.engine  # loading is no part of the turn
         started = time.perf_counter()
         prompt = self.prompt(turn)

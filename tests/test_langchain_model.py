@@ -35,7 +35,7 @@ from support import tiny_engine
 import qkvshare_agents
 from qkvshare_adapters.langchain_stream import ShownText
 from qkvshare_agents import ChatQKVShare, registry
-from qkvshare_agents.errors import ContextOverflow, HostConflict, InvalidMessage, InvalidSetting
+from qkvshare_agents.errors import ContextOverflow, HostClosed, HostConflict, InvalidMessage, InvalidSetting
 from qkvshare_agents.host import HostSettings
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.toolcall import parse_tool_calls, split_thought
@@ -396,6 +396,22 @@ async def test_a_timeout_stops_the_decode_loop_and_says_what_to_do(scripted) -> 
     with pytest.raises(TimeoutError, match=r"0\.2 s"):
         [_ async for _ in model.astream("go")]
     await _assert_free(model)
+
+
+async def test_turns_that_wait_when_the_host_closes_say_so(scripted) -> None:
+    said, go_on = threading.Event(), threading.Event()
+    model = scripted(lambda _: (said.set(), go_on.wait(10), "hello")[2])
+    first = asyncio.create_task(model.ainvoke("go"))
+    await asyncio.to_thread(said.wait, 10)
+    waiting = asyncio.create_task(model.ainvoke("next"))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(asyncio.to_thread(model.shared_host.close))
+    await asyncio.sleep(0.05)
+    go_on.set()
+    assert (await first).content == "hello"
+    with pytest.raises(HostClosed, match="before this turn began"):
+        await waiting
+    await closing
 
 
 def test_many_threads_and_loops_on_one_object(scripted) -> None:
