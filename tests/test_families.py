@@ -54,7 +54,7 @@ def test_an_unknown_family_names_the_known_ones() -> None:
 def test_the_commands_print_json() -> None:
     result = CliRunner().invoke(cli.app, ["matrix", "llama", "--json"])
     found = json.loads(result.stdout)["llama"]
-    assert found["one_token"] and found["kl"]["native"] < found["kl"]["tiny"] < found["kl"]["no_context"]
+    assert found["one_token"] and found["kl"]["native"] < found["kl"]["tiny"] < found["kl"]["no context"]
 
 
 @pytest.mark.parametrize("family", STATEFUL)

@@ -30,7 +30,7 @@ def examine(engine: Engine, *, packed: bool = True) -> dict[str, Any]:
     the widest sliding layer, or 0. reading: "blocks", or "steps" where only token by token is exact. one_token, several
     _tokens: exact behind injected KV. fork: two continuations of one stored cache are both exact. cut: a cache can be
     continued from any token, not only where a turn ended. kl: mean KL in nats of the next token behind pages of every
-    preset, and "no_context".
+    preset, and "no context".
     """
     found: dict[str, Any] = {"model": engine.name, "refusal": engine.refusal, **_layers(engine)}
     if engine.refusal or engine.shape is None:
@@ -106,7 +106,7 @@ def _divergences(engine: Engine, shared: Ids, tail: Ids) -> dict[str, float]:
         name: kl_divergence(expected, _behind(engine, _Stored(engine, shared, precision).open(engine, shared), tail))
         for name, precision in PRESETS.items()
     }
-    return {**found, "no_context": kl_divergence(expected, _replayed(engine, tail))}
+    return {**found, "no context": kl_divergence(expected, _replayed(engine, tail))}
 
 
 def _layers(engine: Engine) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def show(model: str, engine: Engine, seconds: float) -> None:
             "reading": "in blocks" if found["reading"] == "blocks" else "token by token behind KV",
             "continue from": "any token" if found["cut"] else "where a turn ended or a cue began",
             "forks": "exact" if found["fork"] else "not exact",
-            "KL": ", ".join(f"{name} {kl:.1e}" for name, kl in found["kl"].items()),
+            "KL": ", ".join(f"{name} {kl:.1e}" for name, kl in found["kl"].items() if name != "native"),
         }
     console.print(f"{model} ({engine.model.dtype}), loaded in {seconds:.1f} s", markup=False)
     for name, text in lines.items():

@@ -102,7 +102,7 @@ def cells(found: Mapping[str, Any]) -> dict[str, str]:
     """A row of the table. A width is good when it leaves less than a tenth of what no context at all costs."""
     if found["refusal"]:
         return {"exact": "text", **dict.fromkeys(COLUMNS[1:], "")}
-    limit = found["kl"]["no_context"] / 10
+    limit = found["kl"]["no context"] / 10
     return {
         "exact": "yes" if doctor.is_exact(dict(found)) else "no",
         "reading": found["reading"],
