@@ -18,7 +18,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
 
 PLAN = Plan(
-    tokens=160, samples=3, positions=24, repeat_positions=16, needles=(200,), questions=2, problems=2, answer_tokens=8
+    tokens=160, samples=3, positions=24, repeat_positions=16, needles=(400,), questions=2, problems=2, answer_tokens=8
 )
 EXTRA = {"k8 page 32": Precision(page_size=32)}
 TIMES = {"seal_ms", "open_ms"}
@@ -76,7 +76,7 @@ def test_native_is_exact_and_lost_context_shows(rows: dict[str, dict]) -> None:
 
 
 def test_fewer_bits_are_further_off(rows: dict[str, dict]) -> None:
-    for names in (["safe", "k4v4", "k2v2"], ["float16", "int8 per token", "int4 per token"]):
+    for names in (["safe", "default", "k2v2"], ["float16", "int8 per token", "int4 per token"]):
         errors, sizes = ([rows[name][key] for name in names] for key in ("mean_kl", "stored_bytes"))
         assert errors == sorted(errors) and sizes == sorted(sizes, reverse=True)
 
@@ -209,7 +209,7 @@ def test_the_command_prints_json(result: dict, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fidelity, "run", lambda **settings: asked.update(settings) or result)
     printed = CliRunner().invoke(cli.app, ["eval", "fidelity", "--reduced", "--tokens", "256", "--json"])
     assert json.loads(printed.stdout) == result
-    assert asked["plan"].tokens == 256 and asked["plan"].positions == fidelity.REDUCED.positions
+    assert asked["plan"].tokens == 256 and asked["plan"].positions == cases.REDUCED.positions
 
 
 def test_on_the_demo_model_ours_beat_plain_integers(demo_engine: Engine) -> None:
