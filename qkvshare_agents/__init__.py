@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from qkvshare_adapters.langchain import ChatQKVShare
     from qkvshare_adapters.langgraph import add_cache_handoff, share_cache
     from qkvshare_agents.access import Access
+    from qkvshare_agents.courier import Courier
     from qkvshare_agents.host import Host, HostSettings
     from qkvshare_agents.ledger import Member
     from qkvshare_agents.registry import open_host
@@ -27,6 +28,7 @@ _PLACES = {
     "share_cache": "qkvshare_adapters.langgraph",
     "Access": "qkvshare_agents.access",
     "Answer": "qkvshare_agents.turn",
+    "Courier": "qkvshare_agents.courier",
     "Host": "qkvshare_agents.host",
     "HostSettings": "qkvshare_agents.host",
     "Turn": "qkvshare_agents.turn",
@@ -38,7 +40,7 @@ _PLACES = {
     "View": "qkvshare_agents.transcript",
 }
 __all__ = [
-    "Access", "Answer", "ChatQKVShare", "HandoffReport", "Host", "HostSettings", "Member", "Message",
+    "Access", "Answer", "ChatQKVShare", "Courier", "HandoffReport", "Host", "HostSettings", "Member", "Message",
     "QKVShareChatCompletionClient", "QKVShareClient", "Sampling", "Turn", "View", "add_cache_handoff", "open_host",
     "share_cache",
 ]  # fmt: skip

@@ -91,6 +91,30 @@ def bench_conversation(
         conversation.show(result)
 
 
+@bench_app.command("transport")
+def bench_transport(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=129, help="Tokens in the package.")] = 2048,
+    preset: Annotated[str, typer.Option(help="Precision of the pages.")] = "safe",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions; medians are reported.")] = 7,
+    redis_url: Annotated[str, typer.Option("--redis", help="Also measure this server.", metavar="URL")] = "",
+    mooncake: Annotated[str, typer.Option(help="Also measure this master.", metavar="HOST:PORT")] = "",
+    handoffs: Annotated[int, typer.Option(min=0, help="Also move so many small packages, and count leaks.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time moving KV to another process, and say from how many tokens on it beats reading the text."""
+    from qkvshare_agents.eval import transport
+
+    result = transport.run(
+        model=model, tokens=tokens, preset=preset, rounds=rounds, redis_url=redis_url, mooncake_master=mooncake,
+        handoffs=handoffs,
+    )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        transport.show(result)
+
+
 @eval_app.command("fidelity")
 def eval_fidelity(
     model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",

@@ -47,3 +47,19 @@ class CodecError(QKVShareError, ValueError):
 
 class Cancelled(QKVShareError):
     """The turn was cancelled between two tokens; nothing was kept."""
+
+
+class PackageError(QKVShareError, ValueError):
+    """Bytes that are no package of ours, or one that this host may not use: damaged, of another model, expired."""
+
+
+class TransportError(QKVShareError, OSError):
+    """A package could not be moved: store unreachable, full, or not safe to use. The text can be replayed."""
+
+
+class PackageNotFound(TransportError):
+    """Nothing is stored under this key: never published, expired, evicted or deleted."""
+
+
+class TransportTimeout(TransportError):
+    """The deadline passed before the package was moved."""

@@ -9,45 +9,34 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from qkvshare_agents.access import Access
-from qkvshare_agents.engine import Engine, Run
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed
+from qkvshare_agents.exchange import Exchange
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.ledger import Ledger, Roster
+from qkvshare_agents.package import Package
 from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
-from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
-from qkvshare_agents.planner import Mode, Plan, plan
+from qkvshare_agents.planner import Mode, plan
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.settings import HostSettings
-from qkvshare_agents.snapshot import Snapshot, SnapshotStore
+from qkvshare_agents.shared_store import SharedPageStore
+from qkvshare_agents.snapshot import SnapshotStore
 from qkvshare_agents.speech import Speech
+from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt, lay_out, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
 _RESERVED_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A turn that is planned and has its handed-over KV in place. store, owners: where and for whom its KV may be
-    kept, if anywhere. state: what it continues from beside pages; snapshots: taken on the way, by tokens."""
-
-    run: Run
-    plan: Plan
-    match: Match = NO_MATCH
-    store: PageStore | None = None
-    owners: tuple[str, ...] = ()
-    import_ms: float = 0.0
-    state: Snapshot | None = None
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+T = TypeVar("T")
 
 
 class Host:
@@ -61,8 +50,9 @@ class Host:
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
         self._engine = engine
         self._loading, self._settled = threading.Lock(), False
-        self._store: PageStore | None = None
+        self._store: SharedPageStore | None = None
         self._snapshots = SnapshotStore(settings.budget_bytes // 2)
+        self._exchange = Exchange()
         self._root = b""
         self._kv: KVCache | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
@@ -96,14 +86,14 @@ class Host:
         return self._precision
 
     @property
-    def store(self) -> PageStore:
+    def store(self) -> SharedPageStore:
         """Pages of the model as it is now; an emptied store when its weights were changed."""
         salt = hashlib.sha256(self.settings.salt.encode()).digest()
         root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
         if self._store is None or root != self._root:
             self._forget()
             pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
-            self._store, self._root = PageStore(root, pages_bytes), root
+            self._store, self._root = SharedPageStore(root, pages_bytes), root
         return self._store
 
     def submit(
@@ -115,11 +105,28 @@ class Host:
     ) -> "Future[Answer]":
         """Queue a turn. on_text gets the text piece by piece on the host's thread. Setting `cancelled` ends the
         turn with Cancelled before its next token. Raises HostClosed; the future may raise ContextOverflow."""
+        stop = cancelled or threading.Event()
+        return self._queue(self._answer, turn, on_text or (lambda _: None), stop.is_set)
+
+    def export(
+        self, turn: Turn, *, have: Iterable[bytes] = (), handoff: str = "", metadata: Mapping[str, str] | None = None
+    ) -> Package:
+        """What another process needs to answer `turn` from KV, as far as it is stored here; waits for queued turns.
+
+        have: content addresses that the receiver holds (`held` there); their pages stay here. handoff, metadata:
+        free text that goes along. Raises PackageError when nothing is stored, or KV of this model can't be moved.
+        """
+        return self._queue(self._exchange.export, self, turn, frozenset(have), handoff, metadata or {}).result()
+
+    def adopt(self, package: Package) -> tuple[str, ...]:
+        """Take another process' pages and what its members said; returns why not, if not; waits for queued turns."""
+        return self._queue(self._exchange.adopt, self, package).result()
+
+    def _queue(self, work: Callable[..., T], *args: Any) -> "Future[T]":
         if os.getpid() != self._pid:
             raise HostClosed("this host was opened before the process forked; open one in the child")
-        stop = cancelled or threading.Event()
         try:
-            return self._worker.submit(self._answer, turn, on_text or (lambda _: None), stop.is_set)
+            return self._worker.submit(work, *args)
         except RuntimeError as error:
             raise HostClosed(f"the host of {self.settings.model} is closed") from error
 
@@ -178,7 +185,7 @@ class Host:
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
         noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
+        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
             self.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
@@ -191,11 +198,10 @@ class Host:
             prompt_tokens=len(prompt.ids),
             reused_tokens=reused,
             generated_tokens=len(speech.ids),
-            payload_bytes=start.match.nbytes + (start.state.nbytes if start.state else 0),
-            fp16_bytes=(engine.shape.fp16_bytes(reused) if engine.shape else 0)
-            + (start.state.fp16_bytes if start.state else 0),
+            payload_bytes=start.payload_bytes,
+            fp16_bytes=start.fp16_bytes,
             import_ms=start.import_ms,
-            transfer_ms=0.0,
+            transfer_ms=turn.arrival.transfer_ms,
             first_token_ms=first_ms,
             quantize_ms=quantize_ms,
             total_ms=total_ms,
@@ -205,7 +211,7 @@ class Host:
         handle = start.store.address((*prompt.ids, *speech.ids)) if start.store else ""
         return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report, handle)
 
-    def _begin(self, prompt: Prompt, longest: int, access: Access) -> _Start:
+    def _begin(self, prompt: Prompt, longest: int, access: Access) -> Start:
         """Plan the turn and put the KV that it reuses into the working cache."""
         engine, total = self.engine, len(prompt.ids) + longest
         refusal = engine.refusal
@@ -214,7 +220,7 @@ class Host:
         elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
             refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
         if refusal or engine.shape is None:
-            return _Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
+            return Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
         store = self.store
         ids = prompt.ids[:-1]  # one token must be run in any case
         match = store.match(ids, access.readers)
@@ -237,9 +243,9 @@ class Host:
         self._kv.load(match.runs)
         self._kv.state = state
         run = engine.begin(self._kv)
-        return _Start(run, decision, match, store, access.owners, _ms_since(importing), state)
+        return Start(run, decision, match, store, access.owners, _ms_since(importing), state)
 
-    def _read(self, start: _Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
+    def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
         """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
         engine, position = self.engine, start.plan.reused_tokens
         stops = [len(prompt.ids)]
@@ -256,7 +262,7 @@ class Host:
                 start.snapshots[stop] = state
             position = stop
 
-    def _keep(self, start: _Start, ids: Sequence[int]) -> tuple[str, ...]:
+    def _keep(self, start: Start, ids: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:

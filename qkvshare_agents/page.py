@@ -81,10 +81,14 @@ def preset(name: str) -> Precision:
 
 @dataclass(frozen=True)
 class Page:
-    """`tokens` tokens of keys [L, H, T, Dk] and values [L, H, T, Dv]: first `native`, then `packed`."""
+    """`tokens` tokens of keys [L, H, T, Dk] and values [L, H, T, Dv]: first `native`, then `packed`.
+
+    hops: how many times it came from another process, unchanged.
+    """
 
     native: tuple[Tensor, Tensor] | None
     packed: tuple[Encoded, Encoded] | None
+    hops: int = 0
 
     @cached_property
     def tokens(self) -> int:

@@ -7,10 +7,8 @@ two conversations part inside a sealed page, both share its bytes: the branch st
 that uses the page's first tokens, and nothing is encoded again.
 
 Every node has a content address, a chained SHA-256 over (root, parent, token ids). The root covers the model's
-fingerprint and the tenant's salt.
-
-Nodes know their *owners*: who computed a run's KV or was handed it. A reader that names owners finds only what
-these have; whoever computes the same ids again joins the owners of the same node, and nothing is stored twice.
+fingerprint and the tenant's salt. Nodes know their *owners*: who computed a run's KV or was handed
+it. A reader that names owners finds only what these have; whoever computes the same ids again joins them.
 """
 
 import hashlib
@@ -221,8 +219,7 @@ class PageStore:
         for child in parent.children:
             if child.ids == ids or (not sealed and child.ids[: len(ids)] == ids):
                 return child  # stored meanwhile, a slice that another branch made, or a longer run that covers it
-        key = hashlib.sha256(parent.key + b"".join(i.to_bytes(8, "little") for i in ids)).digest()
-        node = Node(ids, page, parent, key, sealed)
+        node = Node(ids, page, parent, chained_key(parent.key, ids), sealed)
         parent.children.append(node)
         return node
 
@@ -249,6 +246,11 @@ def _credit(path: Sequence[Node], shares: Mapping[str, int]) -> None:
         while len(node.owners) > _MOST_OWNERS:
             del node.owners[next(iter(node.owners))]
         start += len(node.ids)
+
+
+def chained_key(parent_key: bytes, ids: Ids) -> bytes:
+    """Content address of the run `ids` behind its parent's."""
+    return hashlib.sha256(parent_key + b"".join(i.to_bytes(8, "little") for i in ids)).digest()
 
 
 def _spans(start: int, end: int, page_size: int, sealed_tokens: int) -> Iterator[tuple[int, int, bool]]:

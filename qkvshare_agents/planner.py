@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 
 
 class Mode(StrEnum):
@@ -51,6 +52,19 @@ def plan(
         return Plan(Mode.PARTIAL, matched_tokens, ("first turn: shares only its beginning with another conversation",))
     why = _why_short(matched_tokens, settled_tokens, evicted_pages, withheld, stateless_tokens)
     return Plan(Mode.PARTIAL, matched_tokens, (why,))
+
+
+def slower_than_text(moving_ms: float | None, replay_ms: float | None) -> str | None:
+    """Why KV is not moved to another process, if reading the text there is faster; None if not, or not known yet."""
+    if moving_ms is None or replay_ms is None or moving_ms <= replay_ms:
+        return None
+    return f"text is faster here: moving the KV takes about {moving_ms:.0f} ms, reading it again {replay_ms:.0f} ms"
+
+
+def crossover_tokens(fixed_ms: float, moving_ms_per_token: float, replay_ms_per_token: float) -> int | None:
+    """From how many shared tokens on moving KV beats text replay; None if never."""
+    gain = replay_ms_per_token - moving_ms_per_token
+    return max(1, ceil(fixed_ms / gain)) if gain > 0 else None
 
 
 def _why_short(matched: int, settled: int, evicted_pages: int, withheld: str, stateless: int) -> str:

@@ -34,10 +34,13 @@ def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine
         elif host.settings != settings:
             theirs, ours = asdict(host.settings), asdict(settings)
             differ = ", ".join(
-                f"{k}={theirs[k]!r} (not {ours[k]!r})" for k in ours if theirs[k] != ours[k] and k != "salt"
+                f"{k}={theirs[k]!r} (not {ours[k]!r})"
+                for k in ours
+                if theirs[k] != ours[k] and k not in ("salt", "secret")
             )
             raise HostConflict(
-                f"host {name!r} is open with {differ or 'another salt'}; use the same settings or another host name"
+                f"host {name!r} is open with {differ or 'another salt or secret'}; use the same settings "
+                "or another host name"
             )
         _users[name] = _users.get(name, 0) + 1
         return host

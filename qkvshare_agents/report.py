@@ -11,14 +11,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """What came from another process before a turn. reasons: why KV did not, if so. transfer_ms: fetching, checking
+    and storing it. moved_bytes: of the package, manifest included; 0 if none was moved."""
+
+    reasons: tuple[str, ...] = ()
+    transfer_ms: float = 0.0
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class HandoffReport:
     """One turn. Times are measured on the turn itself; bytes are those of the stored tensors.
 
     agent, source: whose turn it was, and whose answer is the last one in the KV it started from ("" if none is).
     reused_tokens + prefilled_tokens = prompt_tokens. payload_bytes: pages handed over, scales, sinks and
     native tokens included. fp16_bytes: the same tokens in a 16-bit cache. import_ms: pages into the working
-    cache. first_token_ms: from the start of the turn to the first token, import included. transfer_ms: 0
-    within a process, where a handoff is a reference. quantize_ms: sealing what this turn added.
+    cache. first_token_ms: from the start of the turn to the first token, import included. transfer_ms: of the
+    package that came before the turn; 0 within a process, where a handoff is a reference. quantize_ms: sealing what
+    this turn added.
     replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for.
     """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from qkvshare_agents.access import Access
 from qkvshare_agents.ledger import Member
-from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.report import Arrival, HandoffReport
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.toolcall import ToolCall
 from qkvshare_agents.transcript import Message, View
@@ -19,6 +19,7 @@ class Turn:
     messages: the conversation as this member sees it, without its own leading system message.
     tools: schemas of what it may call now; must_call: it has to. schema: JSON that the answer must follow
     unless it calls a tool. view: what it sees of the other members; access: whose KV it may continue from.
+    arrival: what came for this turn from another process, for its report.
     """
 
     speaker: Member
@@ -27,6 +28,7 @@ class Turn:
     sampling: Sampling = field(default_factory=Sampling)
     tools: tuple[Mapping[str, Any], ...] = ()
     must_call: bool = False
+    arrival: Arrival = field(default_factory=Arrival)
     schema: Mapping[str, Any] | None = None
     view: View = field(default_factory=View)
     access: Access = field(default_factory=Access)

@@ -1,0 +1,129 @@
+"""Sends a conversation's KV to another process and receives it there: host and transport, within a deadline.
+
+What can't be moved is no error: the next turn reads the text, and its report says why. `send` and `receive` measure
+how long moving takes, and `send` leaves KV where it is when reading the text again is faster.
+"""
+
+import logging
+import secrets
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from qkvshare_agents import package
+from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError
+from qkvshare_agents.host import Host
+from qkvshare_agents.planner import slower_than_text
+from qkvshare_agents.report import Arrival
+from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, Transport
+from qkvshare_agents.turn import Turn
+
+_log = logging.getLogger("qkvshare_agents")
+_KEPT = 16  # measurements
+_LEAST_PREFILL_TOKENS = 64  # below that, a turn's time says little about reading
+
+
+@dataclass(frozen=True)
+class Sent:
+    """key: what to tell the receiver; "" if nothing was sent. reasons: why not. ms, moved_bytes: of the publishing."""
+
+    key: str
+    reasons: tuple[str, ...] = ()
+    ms: float = 0.0
+    moved_bytes: int = 0
+
+
+class Courier:
+    """host, transport: whose KV, and over what. deadline_ms: of each call on the transport.
+
+    Raises InvalidSetting for a transport that others can reach when the host has no secret: without one, whoever
+    can write there can put KV and words into the conversation.
+    """
+
+    def __init__(
+        self, host: Host, transport: Transport, *, deadline_ms: float = DEADLINE_MS, lifetime_ms: int = LIFETIME_MS
+    ) -> None:
+        if transport.crosses_machines and not host.settings.secret:
+            raise InvalidSetting(
+                f"packages over {transport.name} must be signed: set HostSettings(secret=...) or QKVSHARE_SECRET to "
+                "the same random text on both sides (python -c 'import secrets; print(secrets.token_hex(32))')"
+            )
+        self._host, self._transport = host, transport
+        self._deadline_ms, self._lifetime_ms = deadline_ms, lifetime_ms
+        self._speeds: deque[tuple[int, float]] = deque(maxlen=_KEPT)  # (bytes, ms) of whole moves, either way
+        self._warned = False
+
+    def send(
+        self,
+        turn: Turn,
+        *,
+        have: Iterable[bytes] = (),
+        handoff: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> Sent:
+        """Publish what is stored of `turn`'s prompt, so that another process can answer it; see `Host.export`."""
+        started = time.perf_counter()
+        try:
+            out = self._host.export(turn, have=have, handoff=handoff, metadata=metadata)
+            if reason := self.slower_than_text(out):
+                return Sent("", (reason,))
+            key = secrets.token_hex(16)
+            payload = out.write(secret=self._host.settings.secret)
+            self._transport.put(key, payload, deadline_ms=self._deadline_ms, lifetime_ms=self._lifetime_ms)
+        except (PackageError, TransportError) as error:
+            return Sent("", (self._failed("sent", error),))
+        ms = _ms_since(started)
+        self._speeds.append((payload.nbytes, ms))
+        return Sent(key, (), ms, payload.nbytes)
+
+    def receive(self, key: str, *, keep: bool = False) -> Arrival:
+        """Fetch, check and store; give the result to the turn (`Turn.arrival`). keep: leave it for other readers.
+
+        A package of which nothing came in ("" as the key, too) is one reason more in the turn's report.
+        """
+        if not key:
+            return Arrival(("the sender sent no KV",))
+        started = time.perf_counter()
+        try:
+            payload = self._transport.get(key, deadline_ms=self._deadline_ms)
+            reasons = self._host.adopt(package.read(payload, secret=self._host.settings.secret))
+            moved_bytes = payload.nbytes
+            if not keep:
+                self._transport.delete(key, deadline_ms=self._deadline_ms)
+        except (PackageError, TransportError, InvalidSetting) as error:  # also a key that is none
+            return Arrival((self._failed("received", error),), _ms_since(started))
+        ms = _ms_since(started)
+        if not reasons:
+            self._speeds.append((moved_bytes, ms))
+        return Arrival(reasons, ms, moved_bytes)
+
+    def slower_than_text(self, out: package.Package) -> str | None:
+        """The planner's verdict on moving `out`, once both speeds were measured here; None: move it."""
+        if not self._speeds or (pace := _prefill_ms_per_token(self._host)) is None:
+            return None
+        # publishing and reading are about equal, and the slope says more than the offset does for large ones
+        ms_per_byte = statistics.median(ms / nbytes for nbytes, ms in self._speeds)
+        return slower_than_text(2 * ms_per_byte * out.page_bytes, pace * out.covered_tokens)
+
+    def _failed(self, what: str, error: Exception) -> str:
+        reason = f"KV could not be {what} over {self._transport.name}: {error}"
+        if not self._warned:
+            _log.warning("%s; turns read the text again until it works (said once)", reason)
+            self._warned = True
+        return reason
+
+
+def _prefill_ms_per_token(host: Host) -> float | None:
+    """How fast this model reads, from the turns it answered; None before one read enough."""
+    paces = [
+        (report.first_token_ms - report.import_ms) / report.prefilled_tokens
+        for report in list(host.reports)
+        if report.prefilled_tokens >= _LEAST_PREFILL_TOKENS
+    ]
+    return statistics.median(paces[-_KEPT:]) if paces else None
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1000

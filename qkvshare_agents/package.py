@@ -1,0 +1,286 @@
+"""A handoff's payload: the pages of one conversation's prefix, and everything needed to trust and place them.
+
+`Package.write` gives bytes that FORMAT.md specifies; `read` takes them from anywhere and believes nothing. A page
+that another conversation shares only in part travels cropped: its further tokens are not the receiver's to see.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkvshare_agents import container, integrity, manifest
+from qkvshare_agents.codec import Encoded
+from qkvshare_agents.container import Contents, Entry
+from qkvshare_agents.errors import PackageError
+from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.manifest import FORMAT, VERSION, Manifest, PageHead, Plane, Run
+from qkvshare_agents.page import Page
+from qkvshare_agents.payload import Payload
+
+LIFETIME_MS = 600_000
+CLOCK_SKEW_MS = 60_000
+_LARGEST = torch.finfo(torch.float16).max
+_SMALLEST_SCALE = 2.0**-14
+_DTYPES = {"U8": torch.uint8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A run of tokens on the way from the root of a page store, with the page unless the receiver has it.
+
+    key: the run's content address. sealed: else the unfilled page, which can only come last.
+    """
+
+    tokens: int
+    key: bytes
+    sealed: bool
+    page: Page | None
+
+
+@dataclass(frozen=True)
+class Package:
+    """ids: the transcript as far as the sender knows it; `steps` cover the first `covered_tokens` of them.
+
+    ledger: (text, start, stop): what a member said is ids[start:stop]. shape: (L, H, Dk, Dv). handoff: the
+    instruction that goes with it. metadata: free strings, e.g. turn, goal, summary. expires_ms: Unix time.
+    """
+
+    ids: tuple[int, ...]
+    steps: tuple[Step, ...]
+    fingerprint: Fingerprint
+    shape: tuple[int, int, int, int]
+    ledger: tuple[tuple[str, int, int], ...] = ()
+    handoff: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    created_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+    expires_ms: int = field(default_factory=lambda: int(time.time() * 1000) + LIFETIME_MS)
+
+    @property
+    def covered_tokens(self) -> int:
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the tensors of all pages that travel."""
+        return sum(t.nbytes for step in self.steps if step.page for t in _tensors(step.page))
+
+    def write(self, *, secret: str = "", algorithm: str | None = None) -> Payload:
+        """The bytes, in pieces that are the pages' own memory where it is contiguous and on the CPU.
+
+        secret: signs them. algorithm: `sha256` or `blake3` (default: the fastest that is installed). Raises
+        PackageError for more tokens than the header may describe.
+        """
+        algorithm = algorithm or integrity.preferred()
+        pages = [[_raw(t) for t in _tensors(step.page)] for step in self.steps if step.page]
+        ids = _raw(torch.tensor(self.ids, dtype=torch.int64))
+        digests = iter([integrity.digest(algorithm, _padded(page)).hex() for page in pages])
+        described = Manifest(
+            id=self.id,
+            created_ms=self.created_ms,
+            expires_ms=self.expires_ms,
+            fingerprint=self.fingerprint,
+            tokens=len(self.ids),
+            runs=tuple(_run(step, digests) for step in self.steps),
+            ledger=self.ledger,
+            handoff=self.handoff,
+            metadata=self.metadata,
+            shape=self.shape,
+            dtype=self._dtype,
+            algorithm=algorithm,
+            ids_digest=integrity.digest(algorithm, [ids]).hex(),
+            signed=bool(secret),
+        )
+        metadata = {"format": FORMAT, "version": VERSION, "manifest": described.to_text()}
+        head = container.write_head(container.place(described.tensors()), metadata)
+        mac = integrity.mac(algorithm, secret, head)
+        return Payload([head, *_padded([ids, *chain.from_iterable(pages), mac])])
+
+    @property
+    def _dtype(self) -> str:
+        natives = (step.page.native for step in self.steps if step.page and step.page.native)
+        return next((_NAMES[native[0].dtype] for native in natives), "F32")
+
+
+def crop(page: Page, tokens: int) -> Page:
+    """The first `tokens` tokens of a page as views of the same bytes, without groups that only later tokens use."""
+    if tokens == page.tokens:
+        return page
+    native, split = None, 0
+    if page.native:
+        split = min(tokens, page.native[0].shape[-2])
+        native = (page.native[0][..., :split, :], page.native[1][..., :split, :])
+    packed = None
+    if page.packed and tokens > split:
+        keys, values = (_used_groups(encoded.head(tokens - split)) for encoded in page.packed)
+        packed = (keys, values)
+    return Page(native, packed, page.hops)
+
+
+def inspect(payload: Payload) -> tuple[Contents, Manifest]:
+    """Everything but the tensors, whoever signed it. Raises PackageError."""
+    contents = container.parse(payload)
+    kind, version = contents.metadata.get("format"), contents.metadata.get("version", "")
+    if kind != FORMAT:
+        raise PackageError(f"a safetensors file, but no package (format {str(kind)[:20]!r}, not {FORMAT!r})")
+    if version != VERSION:
+        raise PackageError(f"format version {version[:20]!r}; this release reads version {VERSION!r}: update one side")
+    if contents.metadata.keys() != {"format", "version", "manifest"}:
+        raise PackageError("unknown metadata: version 1 has format, version and manifest")
+    described = manifest.read(contents.metadata["manifest"])
+    if contents.entries != container.place(described.tensors()):
+        raise PackageError("the tensors are not those, or not in the order, that the manifest describes")
+    return contents, described
+
+
+def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Package:
+    """Check and open. Raises PackageError, whose text says what is wrong, for anything but a whole, fresh package.
+
+    secret: what it must be signed with; "" accepts unsigned ones only. Tensors are views of the payload if that
+    is `lasting`, else copies with memory of their own, so that dropping a page frees it.
+    """
+    contents, described = inspect(payload)
+    places = {entry.name: entry for entry in contents.entries}
+    _authenticate(payload, contents, places, described, secret)
+    now_ms = int(time.time() * 1000) if now_ms is None else now_ms
+    if described.created_ms > now_ms + CLOCK_SKEW_MS:
+        raise PackageError(f"the package is dated {(described.created_ms - now_ms) / 1000:.0f} s in the future")
+    if described.expires_ms < now_ms:
+        raise PackageError(f"the package expired {(now_ms - described.expires_ms) / 1000:.0f} s ago")
+    for entry in contents.entries:
+        if container.is_padding(entry) and any(payload.read(*contents.of(entry))):
+            raise PackageError("padding that is not zero")
+    ids = _ids(payload, contents, places["ids"], described)
+    steps = tuple(
+        Step(run.tokens, bytes.fromhex(run.key), run.sealed, _page(payload, contents, places, described, index, run))
+        for index, run in enumerate(described.runs)
+    )
+    return Package(
+        ids, steps, described.fingerprint, described.shape, described.ledger, described.handoff, described.metadata,
+        described.id, described.created_ms, described.expires_ms,
+    )  # fmt: skip
+
+
+def _authenticate(
+    payload: Payload, contents: Contents, places: Mapping[str, Entry], described: Manifest, secret: str
+) -> None:
+    if described.signed and not secret:
+        raise PackageError("the package is signed, and this host has no secret (QKVSHARE_SECRET)")
+    if secret and not described.signed:
+        raise PackageError("the package is not signed, and this host has a secret (QKVSHARE_SECRET)")
+    given = bytes(payload.read(*contents.of(places["mac"])))
+    if not integrity.equal(given, integrity.mac(described.algorithm, secret, contents.head)):
+        raise PackageError("the signature is wrong: damaged, or another secret" if secret else "the header is damaged")
+
+
+def _ids(payload: Payload, contents: Contents, entry: Entry, described: Manifest) -> tuple[int, ...]:
+    start, stop = contents.of(entry)
+    if integrity.digest(described.algorithm, payload.extent(start, stop)).hex() != described.ids_digest:
+        raise PackageError("the token ids are damaged")
+    ids = _tensor(payload, contents, entry)
+    if int(ids.min()) < 0:
+        raise PackageError("a token id is negative")
+    return tuple(ids.tolist())
+
+
+def _page(
+    payload: Payload, contents: Contents, places: Mapping[str, Entry], described: Manifest, index: int, run: Run
+) -> Page | None:
+    if run.page is None:
+        return None
+    named = [places[name] for name, _, _ in described.page_tensors(index, run)]
+    start, stop = contents.of(named[0])[0], contents.of(named[-1])[1]
+    if integrity.digest(described.algorithm, payload.extent(start, stop)).hex() != run.page.digest:
+        raise PackageError(f"page {index} is damaged")
+    tensors = iter([_tensor(payload, contents, entry) for entry in named])
+    native = (next(tensors), next(tensors)) if run.page.native else None
+    if native and not all(bool(t.isfinite().all()) for t in native):
+        raise PackageError(f"page {index} holds NaN or Inf")
+    packed = None
+    if run.page.keys and run.page.values:
+        keys, values = (_encoded(plane, tensors, index) for plane in (run.page.keys, run.page.values))
+        packed = (keys, values)
+    return Page(native, packed, run.page.hops + 1)
+
+
+def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
+    codes, scale = next(tensors), next(tensors)
+    minimum = next(tensors) if plane.minimum else None
+    smallest, largest = (float(x) for x in scale.aminmax())  # NaN if there is one, which passes no comparison
+    reach = largest * ((1 << plane.bits) - 1)
+    if minimum is None:
+        reach /= 2
+    else:
+        low, high = (float(x) for x in minimum.aminmax())
+        reach = reach - low if -low > high else reach + high
+    limit = _LARGEST / plane.dim**0.5 if plane.rotated else _LARGEST  # rotating back may add a head's values up
+    if not (smallest >= _SMALLEST_SCALE and reach <= limit):
+        raise PackageError(f"page {index} has a scale or minimum that is NaN, Inf, not positive or too large")
+    return Encoded(codes, scale, minimum, plane.bits, plane.group, plane.dim, plane.group_size, plane.rotated)
+
+
+def _tensor(payload: Payload, contents: Contents, entry: Entry) -> Tensor:
+    start, stop = contents.of(entry)
+    dtype = _DTYPES[entry.dtype]
+    if payload.lasting:
+        view = payload.read(start, stop)
+        if not view.readonly:
+            return torch.frombuffer(view, dtype=dtype).view(entry.shape)
+    tensor = torch.empty(entry.shape, dtype=dtype)
+    target, done = _raw(tensor), 0
+    for part in payload.extent(start, stop):
+        target[done : done + part.nbytes] = part
+        done += part.nbytes
+    return tensor
+
+
+def _tensors(page: Page) -> list[Tensor]:
+    """In the order in which they are written."""
+    return [*(page.native or ()), *chain.from_iterable(encoded.tensors() for encoded in page.packed or ())]
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """A tensor's bytes; of its own memory if it is contiguous and on the CPU."""
+    data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def _padded(parts: Sequence[memoryview | bytes]) -> list[memoryview | bytes]:
+    """The parts with zeros between them, so that each begins aligned."""
+    out: list[memoryview | bytes] = []
+    for part in parts:
+        if out and (missing := -len(out[-1]) % container.ALIGNMENT_BYTES):
+            out.append(bytes(missing))
+        out.append(part)
+    return out
+
+
+def _run(step: Step, digests: Iterator[str]) -> Run:
+    page, head = step.page, None
+    if page:
+        native = page.native[0].shape[-2] if page.native else 0
+        keys, values = (_plane(e) for e in page.packed) if page.packed else (None, None)
+        head = PageHead(next(digests), page.hops, native, keys, values)
+    return Run(step.tokens, step.key.hex(), step.sealed, head)
+
+
+def _plane(encoded: Encoded) -> Plane:
+    e = encoded
+    return Plane(e.bits, e.group, e.group_size, e.rotated, e.dim, e.minimum is not None)
+
+
+def _used_groups(encoded: Encoded) -> Encoded:
+    """Without the groups along tokens that no token of it is in."""
+    e = encoded
+    if e.group != "channel" or e.group_size is None:
+        return e
+    groups = -(-e.tokens // min(e.group_size, e.tokens))
+    minimum = e.minimum if e.minimum is None else e.minimum[..., :groups, :]
+    return Encoded(e.codes, e.scale[..., :groups, :], minimum, e.bits, e.group, e.dim, e.group_size, e.rotated)

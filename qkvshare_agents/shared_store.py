@@ -1,0 +1,80 @@
+"""A page store that gives pages to other processes and takes theirs.
+
+Sender and receiver name pages by content address: the chain over (fingerprint and salt, token ids) is the same on
+both sides, so that only what the receiver lacks needs to travel, and another tenant's addresses fit nowhere.
+"""
+
+from collections.abc import Collection, Sequence
+
+from qkvshare_agents.access import Readers
+from qkvshare_agents.package import Step, crop
+from qkvshare_agents.page_store import Node, PageStore, _path, _remove, chained_key
+
+
+class SharedPageStore(PageStore):
+    """PageStore with runs going out (`steps`) and coming in (`graft`)."""
+
+    def held(self, ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Content addresses of the sealed runs that `ids` begin with: what nobody needs to send."""
+        match = self.match(ids)
+        whole = (node for node in match.nodes if node.sealed)
+        return tuple(node.key for node in whole if node is not match.nodes[-1] or match.last_tokens == len(node.ids))
+
+    def steps(self, ids: Sequence[int], have: Collection[bytes], readers: Readers | None = None) -> tuple[Step, ...]:
+        """The stored prefix of `ids` that `readers` may read (None: all); pages of sealed runs whose address is in
+        `have` are left out.
+
+        A page of which only the first tokens are used goes out cropped to these.
+        """
+        steps: list[Step] = []
+        parent_key = self._root.key
+        match = self.match(ids, readers)
+        for node, (page, tokens) in zip(match.nodes, match.runs, strict=True):
+            key = chained_key(parent_key, node.ids[:tokens])
+            known = node.sealed and key in have
+            steps.append(Step(tokens, key, node.sealed, None if known else crop(page, tokens)))
+            parent_key = key
+        return tuple(steps)
+
+    def fits(self, ids: Sequence[int], steps: Sequence[Step]) -> bool:
+        """Whether the steps' addresses are those that `ids` have in this store: the same model and salt."""
+        key, start, run = self._root.key, 0, tuple(ids)
+        for step in steps:
+            key = chained_key(key, run[start : start + step.tokens])
+            if key != step.key:
+                return False
+            start += step.tokens
+        return True
+
+    def graft(self, ids: Sequence[int], steps: Sequence[Step]) -> int:
+        """Store the steps' pages under `ids`; returns how many leading ids have stored KV now.
+
+        Runs that are stored already keep their own page. It ends before the first run whose page neither travelled
+        nor is here any more.
+        """
+        run = tuple(ids)
+        with self._lock:
+            node, start = self._root, 0
+            for step in steps:
+                part = run[start : start + step.tokens]
+                known = _stored(node, part, step.sealed)
+                if known is None and step.page is None:
+                    break
+                if known is None:
+                    assert step.page is not None
+                    for child in [c for c in node.children if c.ids == part]:
+                        _remove(child)  # open here, sealed there: it would be in the way of what follows
+                    known = self._child(node, part, step.page, step.sealed)
+                node, start = known, start + step.tokens
+            path = _path(node)
+            for other, _, common in list(self._agreeing(run[:start])):
+                if not other.sealed and common == len(other.ids) and other not in path:
+                    _remove(other)
+            self._touch(path)
+            self._evict()
+            return self._find(run).tokens
+
+
+def _stored(parent: Node, ids: tuple[int, ...], sealed: bool) -> Node | None:
+    """The child that these ids have already. An open one will do only where nothing is to follow it."""
+    return next((c for c in parent.children if c.ids == ids and (c.sealed or not sealed)), None)

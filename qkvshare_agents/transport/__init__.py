@@ -1,0 +1,1 @@
+"""Move packages: `local`, `shm`, `redis`, `mooncake`, all behind one small interface."""

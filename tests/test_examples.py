@@ -1,0 +1,38 @@
+"""The examples over processes, on a tiny model: they end, and whoever is killed, the tester continues from KV."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import tiny_model, tiny_tokenizer
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kill", ["coder", "tester"])
+def test_across_processes(model: str, kill: str) -> None:
+    said = run("across_processes.py", "--model", model, "--kill", kill)
+    assert said.count("-- TEXT:") == 1 and said.count("-- KV:") == 1
+    assert f"the {kill} was killed" in said

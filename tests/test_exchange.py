@@ -1,0 +1,183 @@
+"""Two hosts with a model each: what one computed the other continues from, exactly, or reads again with a reason."""
+
+from dataclasses import replace
+
+import pytest
+from scripted import ScriptedHost
+from support import tiny_engine
+
+from qkvshare_agents import package
+from qkvshare_agents.errors import HostClosed, PackageError
+from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.package import Package
+from qkvshare_agents.payload import Payload
+from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.transcript import Message
+from qkvshare_agents.turn import Turn
+
+SECRET = "a secret that both sides were given"
+TASK = Message(
+    "user", "Say something long enough to fill a page or two of the cache, please, and then some more.", "user"
+)
+ENGINES = [tiny_engine(), tiny_engine()]
+
+
+def say(prompt: str) -> str:
+    return f"An answer to {len(prompt)} characters. Ünïcode, def f(x): return x."
+
+
+def scripted(which: int = 0, **settings: object) -> ScriptedHost:
+    host = ScriptedHost(say, engine=ENGINES[which], **{"secret": SECRET, **settings})
+    for name in "ab":
+        host.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    return host
+
+
+def turn(host: Host, name: str, messages: list[Message], **fields: object) -> Turn:
+    member = host.roster.members("")[name]
+    return Turn(member, "", tuple(messages), Sampling(max_tokens=90), **fields)
+
+
+def answered(host: Host, name: str, messages: list[Message], **fields: object) -> list[Message]:
+    answer = host.submit(turn(host, name, messages, **fields)).result()
+    return [*messages, Message("assistant", answer.text, name)]
+
+
+def carried(package_: Package) -> Package:
+    """Over bytes and back."""
+    payload = package_.write(secret=SECRET)
+    return package.read(Payload([b"".join(payload.pieces)]), secret=SECRET)
+
+
+def test_a_handoff_over_bytes_is_exact() -> None:
+    """The scripted host compares the logits behind the handed-over KV with one forward over the whole prompt."""
+    a, b = scripted(0), scripted(1)
+    messages = answered(a, "a", [TASK])
+    out = a.export(turn(a, "b", messages), handoff="test it", metadata={"turn": "1"})
+    came = carried(out)
+    assert (came.handoff, came.metadata, came.ledger) == ("test it", {"turn": "1"}, out.ledger)
+    assert [text for text, _, _ in came.ledger] == [messages[-1].text]
+    assert b.adopt(came) == ()
+    messages = answered(b, "b", messages)
+    b.assert_exact()
+    assert b.modes == ["KV"]
+    assert b.reports[0].source == "a"
+    assert b.reports[0].reused_tokens == out.covered_tokens
+    back = b.export(turn(b, "a", messages), have=a.store.held(out.ids))
+    assert sum(step.page is not None for step in back.steps) < len(back.steps)
+    assert a.adopt(carried(back)) == ()
+    answered(a, "a", messages)
+    a.assert_exact()
+    assert a.modes == ["TEXT", "KV"]
+
+
+@pytest.mark.parametrize("precision", ["safe", "default"])
+def test_two_processes_say_what_one_says(precision: str) -> None:
+    """Quantized: the receiver's logits are bit for bit those of the sender's own continuation."""
+    settings = HostSettings("tiny", precision=precision, secret=SECRET)
+    a, b, alone = (Host(settings, engine) for engine in (*ENGINES, ENGINES[0]))
+    for host in (a, b, alone):
+        for name in "ab":
+            host.roster.learn("", name, f"You are {name}.")
+    messages = answered(a, "a", [TASK])
+    assert answered(alone, "a", [TASK]) == messages
+    for hop in range(5):
+        sender, receiver, name = (a, b, "b") if hop % 2 == 0 else (b, a, "a")
+        assert receiver.adopt(carried(sender.export(turn(sender, name, messages)))) == ()
+        expected = answered(alone, name, messages)
+        messages = answered(receiver, name, messages)
+        assert messages == expected
+    assert {r.mode.value for r in [*b.reports, *list(a.reports)[1:]]} == {"KV"}
+
+
+def test_pages_count_their_hops() -> None:
+    a, b = scripted(0), scripted(1)
+    messages = answered(a, "a", [TASK])
+    b.adopt(carried(a.export(turn(a, "b", messages))))
+    forwarded = b.export(turn(b, "b", messages))
+    assert {step.page.hops for step in forwarded.steps} == {1}
+
+
+def test_another_model_is_text_with_what_differs() -> None:
+    a = scripted(0)
+    messages = answered(a, "a", [TASK])
+    out = a.export(turn(a, "b", messages))
+    cases = {
+        "weights": tiny_engine(seed=1),
+        "architecture, weights": tiny_engine(num_hidden_layers=2),
+        "chat_template": tiny_engine(template=TEMPLATE),
+    }
+    for differs, engine in cases.items():
+        other = ScriptedHost(say, engine=engine)
+        assert other.adopt(out) == (f"the package is of another model: {differs} differ",)
+        assert other.store.page_count == 0
+        assert other.ledger.find(messages[-1].text) is None
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ':\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant:\n' }}{% endif %}"
+)
+
+
+def test_another_salt_finds_nothing_and_the_same_does() -> None:
+    a, same, other = scripted(0, salt="A"), scripted(1, salt="A"), scripted(1, salt="B")
+    messages = answered(a, "a", [TASK])
+    out = a.export(turn(a, "b", messages))
+    assert same.adopt(out) == ()
+    assert "salt" in other.adopt(out)[0]
+    assert other.store.page_count == 0
+    text = b"".join(out.write().pieces[:1]).decode()
+    assert "salt" not in text.replace("QKVSHARE_SALT", "")
+
+
+def test_the_same_package_comes_in_once() -> None:
+    a, b = scripted(0), scripted(1)
+    out = a.export(turn(a, "b", answered(a, "a", [TASK])))
+    assert b.adopt(out) == ()
+    assert "came in before" in b.adopt(out)[0]
+
+
+def test_foreign_ids_do_not_come_in() -> None:
+    a, b = scripted(0), scripted(1)
+    out = a.export(turn(a, "b", answered(a, "a", [TASK])))
+    assert "another salt" in b.adopt(replace(out, ids=(*out.ids[1:], out.ids[0])))[0]
+    assert "token id" in b.adopt(replace(out, ids=(*out.ids, 10_000)))[0]
+    assert "shape" in b.adopt(replace(out, shape=(1, 1, 1, 1)))[0]
+    assert "context" in b.adopt(replace(out, ids=out.ids * 100))[0]
+    assert b.store.page_count == 0
+
+
+def test_what_was_said_here_is_not_overwritten() -> None:
+    a, b = scripted(0), scripted(1)
+    messages = answered(a, "a", [TASK])
+    out = a.export(turn(a, "b", messages))
+    b.ledger.record(messages[-1].text, [5, 6])
+    b.adopt(out)
+    assert b.ledger.find(messages[-1].text) == (5, 6)
+
+
+def test_nothing_to_send_is_said() -> None:
+    a = scripted(0)
+    with pytest.raises(PackageError, match="nothing of this conversation"):
+        a.export(turn(a, "a", [TASK]))
+    off = scripted(0, handoff=False)
+    with pytest.raises(PackageError, match="switched off"):
+        off.export(turn(off, "a", [TASK]))
+    messages = answered(a, "a", [TASK])
+    assert "switched off" in off.adopt(a.export(turn(a, "b", messages)))[0]
+    a.close()
+    with pytest.raises(HostClosed):
+        a.export(turn(off, "a", [TASK]))
+
+
+def test_private_turns_do_not_travel() -> None:
+    """What the next agent does not see in its messages is not in its package either."""
+    a = scripted(0)
+    messages = answered(a, "a", [TASK])
+    private = answered(a, "a", [*messages, Message("user", "a tool result that only a sees: 4711", "user")])
+    out = a.export(turn(a, "b", messages))
+    assert out.covered_tokens <= len(a.prompts[0].ids) + 90 < len(a.prompts[1].ids) + 90
+    assert all(step.page.tokens == step.tokens for step in out.steps)
+    said = {text for text, _, _ in out.ledger}
+    assert said == {messages[-1].text} and private[-1].text not in said

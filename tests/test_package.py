@@ -1,0 +1,456 @@
+"""The package: what is written is read, by us, by a second reader and by safetensors; nothing else is believed."""
+
+import json
+import struct
+import time
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packages import FINGERPRINT, PRECISIONS, SECRET, SHAPE, flat, kv, package, pages, second_reader
+
+from qkvshare_agents import container, integrity, manifest
+from qkvshare_agents import package as package_module
+from qkvshare_agents.errors import InvalidSetting, PackageError
+from qkvshare_agents.package import Package, crop, inspect, read
+from qkvshare_agents.page import Page, Precision, seal
+from qkvshare_agents.payload import Payload
+
+ALGORITHMS = [
+    "sha256",
+    pytest.param("blake3", marks=pytest.mark.skipif(integrity.preferred() != "blake3", reason="blake3 not installed")),
+]
+SMALL = flat(package(pages(PRECISIONS[1], count=1, open_tokens=1)).write(secret=SECRET, algorithm="sha256"))
+
+
+def opened(page: Page) -> tuple[torch.Tensor, torch.Tensor]:
+    layers, heads, key_dim, value_dim = SHAPE
+    keys, values = (torch.full((layers, heads, page.tokens, dim), torch.nan) for dim in (key_dim, value_dim))
+    page.open_into(keys, values)
+    return keys, values
+
+
+def assert_same(a: Package, b: Package) -> None:
+    for name in ("ids", "fingerprint", "shape", "ledger", "handoff", "metadata", "id", "created_ms", "expires_ms"):
+        assert getattr(a, name) == getattr(b, name), name
+    for mine, theirs in zip(a.steps, b.steps, strict=True):
+        assert (mine.tokens, mine.key, mine.sealed) == (theirs.tokens, theirs.key, theirs.sealed)
+        assert (mine.page is None) == (theirs.page is None)
+        if mine.page and theirs.page:
+            assert theirs.page.hops == mine.page.hops + 1
+            assert theirs.page.nbytes <= mine.page.nbytes
+            assert all(torch.equal(x, y) for x, y in zip(opened(mine.page), opened(theirs.page), strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("secret", ["", SECRET])
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_what_is_written_is_read(precision: Precision, secret: str, algorithm: str) -> None:
+    sent = package(pages(precision), omit=(1,))
+    payload = sent.write(secret=secret, algorithm=algorithm)
+    assert payload.nbytes == len(flat(payload))
+    assert_same(sent, read(Payload([flat(payload)]), secret=secret))
+    halves = [flat(payload)[i : i + 100] for i in range(0, payload.nbytes, 100)]  # borders inside of tensors
+    assert_same(sent, read(Payload(halves), secret=secret))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_native_pages_keep_their_dtype(dtype: torch.dtype) -> None:
+    made = [Page(tuple(x.to(dtype) for x in page.native), None) for page in pages(PRECISIONS[3])]
+    got = read(package(made).write())
+    assert [step.page.native[0].dtype for step in got.steps] == [dtype] * 3
+    assert_same(package(made, id=got.id, created_ms=got.created_ms, expires_ms=got.expires_ms), got)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_the_second_reader_agrees(precision: Precision) -> None:
+    sent = package(pages(precision))
+    seen = second_reader(flat(sent.write(secret=SECRET, algorithm="sha256")))
+    assert seen["ids"] == sent.ids
+    for index, step in enumerate(sent.steps):
+        for mine, theirs in zip(opened(step.page), (seen["keys"][index], seen["values"][index]), strict=True):
+            torch.testing.assert_close(mine, torch.tensor(theirs, dtype=torch.float32), rtol=1e-4, atol=1e-5)
+
+
+def test_safetensors_reads_it_too(tmp_path) -> None:
+    from safetensors import safe_open
+
+    path = tmp_path / "package.safetensors"
+    sent = package(pages(PRECISIONS[0]))
+    path.write_bytes(flat(sent.write()))
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "qkvshare"
+        assert file.get_tensor("ids").tolist() == list(sent.ids)
+        assert torch.equal(file.get_tensor("0.kc"), sent.steps[0].page.packed[0].codes)
+
+
+def test_tensors_are_aligned_and_lasting_payloads_are_not_copied() -> None:
+    payload = package(pages(PRECISIONS[2])).write()
+    contents, _ = inspect(payload)
+    assert all(e.start % 64 == 0 for e in contents.entries if not container.is_padding(e))
+    memory = bytearray(flat(payload))
+    page = read(Payload([memory], lasting=True)).steps[0].page
+    before = page.packed[0].codes.clone()
+    start, _ = contents.of(next(e for e in contents.entries if e.name == "0.kc"))
+    memory[start] ^= 1
+    assert not torch.equal(page.packed[0].codes, before)
+    copied = read(Payload([bytes(flat(payload))])).steps[0].page
+    assert copied.nbytes == sum(t.nbytes for encoded in copied.packed for t in encoded.tensors())
+
+
+def test_own_memory_goes_out_without_a_copy() -> None:
+    sent = package(pages(PRECISIONS[0]))
+    addresses = {torch.frombuffer(p, dtype=torch.uint8).data_ptr() for p in sent.write().pieces if not p.readonly}
+    assert sent.steps[0].page.packed[0].codes.data_ptr() in addresses
+
+
+def test_a_cropped_page_shows_nothing_of_what_was_cut() -> None:
+    precision = PRECISIONS[2]
+    whole = seal(*kv(16), precision, starts_sequence=False)
+    cut = crop(whole, 5)
+    assert [x.shape[-2] for x in (cut.packed[0].codes, cut.packed[0].scale)] == [5, 2]
+    assert all(torch.equal(a, b[..., :5, :]) for a, b in zip(opened(cut), opened(whole), strict=True))
+    changed = seal(
+        *(torch.cat([x[..., :8, :], x[..., 8:, :] * 3], -2) for x in kv(16)), precision, starts_sequence=False
+    )
+    fixed = {"id": "0" * 32, "created_ms": 1, "expires_ms": 2}
+    sent = [flat(package([crop(page, 5), *pages(precision)[-1:]], **fixed).write()) for page in (whole, changed)]
+    assert sent[0] == sent[1]
+    first = seal(*kv(16), PRECISIONS[0], starts_sequence=True)
+    only_sinks = crop(first, 3)
+    assert only_sinks.packed is None and only_sinks.tokens == 3
+
+
+GOLDEN = Package(
+    ids=(7, 300, 2**40),
+    steps=(),
+    fingerprint=FINGERPRINT,
+    shape=(1, 1, 2, 2),
+    ledger=(("é", 1, 3),),
+    id="0f" * 16,
+    created_ms=1_700_000_000_000,
+    expires_ms=1_700_000_600_000,
+)
+
+
+def golden() -> Package:
+    page = Page((torch.tensor([[[[1.0, -2.0]]]]), torch.tensor([[[[0.5, 0.25]]]])), None)
+    steps = package([page], extra_ids=0).steps
+    return replace(GOLDEN, steps=(replace(steps[0], sealed=False),))
+
+
+def test_golden_bytes() -> None:
+    """The very bytes, which a later release must still write for version 1, and still read."""
+    from pathlib import Path
+
+    data = (Path(__file__).parent / "golden" / "package-1.safetensors").read_bytes()
+    assert flat(golden().write(secret=SECRET, algorithm="sha256")) == data
+    got = read(Payload([data]), secret=SECRET, now_ms=1_700_000_000_001)
+    assert (got.ids, got.ledger) == (GOLDEN.ids, GOLDEN.ledger)
+    assert got.steps[0].page.native[1].tolist() == [[[[0.5, 0.25]]]]
+
+
+def test_format_version_and_kind_are_refused_by_name() -> None:
+    def with_metadata(**fields: str) -> Payload:
+        contents, _ = inspect(Payload([SMALL]))
+        metadata = {**contents.metadata, **fields}
+        return Payload([container.write_head(contents.entries, metadata), SMALL[len(contents.head) :]])
+
+    for version in ("0", "2", "", "1.0"):
+        with pytest.raises(PackageError, match="reads version '1'"):
+            read(with_metadata(version=version), secret=SECRET)
+    with pytest.raises(PackageError, match="no package"):
+        read(with_metadata(format="pt"), secret=SECRET)
+    with pytest.raises(PackageError, match="unknown metadata"):
+        read(with_metadata(codec="zstd"), secret=SECRET)
+
+
+def test_secrets_must_agree() -> None:
+    signed, unsigned = (package(pages(PRECISIONS[0])).write(secret=s) for s in (SECRET, ""))
+    with pytest.raises(PackageError, match="another secret"):
+        read(signed, secret="another secret, also long enough")
+    with pytest.raises(PackageError, match="is signed"):
+        read(signed)
+    with pytest.raises(PackageError, match="is not signed"):
+        read(unsigned, secret=SECRET)
+    with pytest.raises(InvalidSetting, match="at least 16"):
+        integrity.check_secret("short")
+
+
+def test_expired_and_future_packages_are_refused() -> None:
+    sent = package(pages(PRECISIONS[0]), created_ms=1_000_000, expires_ms=2_000_000)
+    assert read(sent.write(), now_ms=1_500_000).id == sent.id
+    with pytest.raises(PackageError, match="expired"):
+        read(sent.write(), now_ms=2_000_001)
+    with pytest.raises(PackageError, match="future"):
+        read(sent.write(), now_ms=900_000)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------
+
+
+def test_truncation_at_every_byte() -> None:
+    for stop in range(len(SMALL)):
+        with pytest.raises(PackageError):
+            read(Payload([SMALL[:stop]]), secret=SECRET)
+    with pytest.raises(PackageError):
+        read(Payload([SMALL + b"\0"]), secret=SECRET)
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_a_flipped_bit_anywhere_is_found(secret: str) -> None:
+    """Header, manifest, ids, codes, scales, padding, MAC: one bit of every byte."""
+    data = bytearray(
+        flat(package(pages(PRECISIONS[1], count=1, open_tokens=1)).write(secret=secret, algorithm="sha256"))
+    )
+    for index in range(len(data)):
+        data[index] ^= 1 << index % 8
+        with pytest.raises(PackageError):
+            read(Payload([bytes(data)]), secret=secret)
+        data[index] ^= 1 << index % 8
+    read(Payload([bytes(data)]), secret=secret)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data())
+def test_mutated_packages_are_refused_or_the_same(data: st.DataObject) -> None:
+    """Any edit: the reader raises PackageError and nothing else."""
+    mutated = bytearray(SMALL)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        kind = data.draw(st.sampled_from(["set", "cut", "insert", "repeat"]))
+        if kind == "set":
+            mutated[at] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del mutated[at : at + data.draw(st.integers(1, 200))]
+        elif kind == "insert":
+            mutated[at:at] = data.draw(
+                st.sampled_from([b"{", b"[", b'"', b"-1", b"1e9", b"null", b"\0" * 64, b"9" * 30])
+            )
+        else:
+            mutated[at:at] = mutated[at : at + data.draw(st.integers(1, 200))]
+        if not mutated:
+            break
+    if bytes(mutated) == SMALL:
+        return
+    with pytest.raises(PackageError):
+        read(Payload([bytes(mutated)]), secret=SECRET)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data())
+def test_headers_edited_by_someone_with_the_secret(data: st.DataObject) -> None:
+    """Past the MAC, too: PackageError, or a package that says what its bytes say."""
+    contents, _ = inspect(Payload([SMALL]))
+    text = bytearray(contents.head[8:].rstrip())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        new = st.sampled_from([b"0", b"9", b"-", b"null", b"true", b"[]", b"{}", b'"', b"\\u0000", b"1.5", b"NaN", b""])
+        text[at : at + data.draw(st.integers(0, 3))] = data.draw(new)
+    head = header(bytes(text))
+    mac = integrity.mac("sha256", SECRET, head)
+    try:
+        got = read(Payload([head, SMALL[len(contents.head) : -32], mac]), secret=SECRET)
+    except PackageError:
+        return
+    assert got.ids == read(Payload([SMALL]), secret=SECRET).ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_page_that_is_accepted_opens_finite(data: st.DataObject) -> None:
+    """Someone with the secret may write any codes, scales and minima: NaN and Inf never reach the cache."""
+    precision = data.draw(st.sampled_from(PRECISIONS))
+    made = pages(precision, count=1, open_tokens=1)
+    for tensor in package_module._tensors(made[0]):
+        raw = tensor.view(-1).view(torch.uint8)
+        for _ in range(data.draw(st.integers(0, 3))):
+            raw[data.draw(st.integers(0, raw.numel() - 1))] = data.draw(st.integers(0, 255))
+    try:
+        got = read(package(made).write())
+    except PackageError:
+        return
+    for step in got.steps:
+        native = step.page.native[0].shape[-2] if step.page.native else 0
+        for x in opened(step.page):
+            assert bool(x.isfinite().all())
+            assert bool(x[..., native:, :].half().isfinite().all())
+
+
+def resigned(edit, source: Package | None = None) -> Payload:
+    """A package whose manifest was edited by somebody who knows the secret, with a MAC that is right."""
+    payload = (source or package(pages(PRECISIONS[1]))).write(secret=SECRET, algorithm="sha256")
+    contents, _ = inspect(payload)
+    described = json.loads(contents.metadata["manifest"])
+    entries = [[e.name, e.dtype, list(e.shape), e.start, e.stop] for e in contents.entries]
+    edit(described, entries)
+    text = json.dumps(described)
+    head = container.write_head([container.Entry(*e) for e in entries], {**contents.metadata, "manifest": text})
+    return Payload([head, flat(payload)[len(contents.head) : -32], integrity.mac("sha256", SECRET, head)])
+
+
+def _swap_planes(described, entries) -> None:
+    page = described["runs"][0]["page"]
+    page["keys"], page["values"] = page["values"], page["keys"]
+
+
+EDITS = {
+    "an unknown field": lambda m, e: m.update(extra=1),
+    "a missing field": lambda m, e: m.pop("handoff"),
+    "another layer": lambda m, e: m["shape"].__setitem__(0, 3),
+    "a negative size": lambda m, e: m["shape"].__setitem__(0, -2),
+    "a size that is a bool": lambda m, e: m["shape"].__setitem__(1, True),
+    "a product that overflows": lambda m, e: m["shape"].__setitem__(0, 2**62),
+    "more ids": lambda m, e: m.update(tokens=m["tokens"] + 1),
+    "2**63 ids": lambda m, e: m.update(tokens=2**63),
+    "more tokens in a run": lambda m, e: m["runs"][0].update(tokens=17),
+    "no tokens in a run": lambda m, e: m["runs"][0].update(tokens=0),
+    "an open run in the middle": lambda m, e: m["runs"][0].update(sealed=False),
+    "layers reordered": lambda m, e: m["runs"].reverse(),
+    "keys and values swapped": _swap_planes,
+    "keys only": lambda m, e: m["runs"][0]["page"].update(values=None),
+    "another width": lambda m, e: m["runs"][0]["page"]["keys"].update(bits=8),
+    "5 bits": lambda m, e: m["runs"][0]["page"]["keys"].update(bits=5),
+    "an unknown codec": lambda m, e: m.update(algorithm="md5"),
+    "half a surrogate pair": lambda m, e: m.update(handoff="\ud800"),
+    "a ledger entry beyond the ids": lambda m, e: m["ledger"].append(["x", 1, 10**6]),
+    "a ledger entry backwards": lambda m, e: m["ledger"].append(["x", 5, 5]),
+    "a digest that is none": lambda m, e: m["runs"][0]["page"].update(digest="../../etc"),
+    "a tensor named twice": lambda m, e: e[1].__setitem__(0, "ids"),
+    "tensors swapped": lambda m, e: e.insert(1, e.pop(3)),
+    "a tensor of another dtype": lambda m, e: e[0].__setitem__(1, "F32"),
+    "a tensor that overlaps": lambda m, e: e[2].__setitem__(3, 0),
+    "an axis of zero": lambda m, e: e[0].__setitem__(2, [0]),
+    "a terabyte": lambda m, e: e[0].__setitem__(2, [2**40]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_signed_lie_is_refused(edit) -> None:
+    """Also from someone who knows the secret: what the manifest says must hold."""
+    read(resigned(lambda m, e: None), secret=SECRET)
+    with pytest.raises(PackageError):
+        read(resigned(edit), secret=SECRET)
+
+
+BAD_SCALES = [float("nan"), float("inf"), -1.0, 0.0, 2.0**-20, 60000.0]
+
+
+@pytest.mark.parametrize("value", BAD_SCALES)
+@pytest.mark.parametrize("where", ["0.ks", "0.vs", "0.km", "0.nk"])
+def test_bad_scales_are_refused(where: str, value: float) -> None:
+    made = pages(PRECISIONS[0])
+    named = dict(
+        zip(("0.nk", "0.nv", "0.kc", "0.ks", "0.km", "0.vc", "0.vs"), package_module._tensors(made[0]), strict=True)
+    )
+    named[where].view(-1)[3] = value
+    harmless = {"0.km": (-1.0, 0.0, 2.0**-20), "0.nk": (-1.0, 0.0, 2.0**-20, 60000.0)}
+    if value in harmless.get(where, ()):
+        read(package(made).write())
+    else:
+        with pytest.raises(PackageError, match="NaN"):
+            read(package(made).write())
+
+
+def test_negative_ids_are_refused() -> None:
+    with pytest.raises(PackageError, match="negative"):
+        read(replace(package(pages(PRECISIONS[0])), ids=(-1,) * 50).write())
+
+
+# -- size --------------------------------------------------------------------------------------------------------
+
+
+def header(text: bytes) -> bytes:
+    text += b" " * (-(8 + len(text)) % 64)
+    return struct.pack("<Q", len(text)) + text
+
+
+def refused(data: bytes, *, within_ms: float = 500, most_bytes: int = 10_000_000) -> str:
+    started = time.process_time()  # of this process, since the machine may be busy
+    with pytest.raises(PackageError) as error:
+        read(Payload([data]), secret=SECRET)
+    assert (time.process_time() - started) * 1000 < within_ms
+    tracemalloc.start()
+    try:
+        with pytest.raises(PackageError):
+            read(Payload([data]), secret=SECRET)
+        assert tracemalloc.get_traced_memory()[1] < most_bytes
+    finally:
+        tracemalloc.stop()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 2**32, container.MAX_HEADER_BYTES + 56, 56])
+def test_a_header_length_that_lies_allocates_nothing(length: int) -> None:
+    refused(struct.pack("<Q", length) + b"{}")
+
+
+def test_many_tensors_are_refused_quickly() -> None:
+    one = b'"%d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+    many = header(b"{" + b"".join(one % i for i in range(400_000))[:-1] + b"}")
+    assert "limit" in refused(many, within_ms=50)
+    fits = header(b"{" + b"".join(one % i for i in range(70_000))[:-1] + b"}")  # 3.6 MB: below the header's limit
+    refused(fits, within_ms=2000, most_bytes=200_000_000)
+    brackets = header(b'{"a":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}")
+    assert "brackets" in refused(brackets, within_ms=50)
+
+
+def test_deep_nesting_is_refused() -> None:
+    refused(header(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"))
+    deep = "[" * 100_000 + "]" * 100_000
+    metadata = {"format": "qkvshare", "version": "1", "manifest": deep}
+    refused(container.write_head([], metadata), most_bytes=50_000_000)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"null", b"{", b"\xff\xfe", b'{"__metadata__":{"a":1}}', b'{"a":1}', b"NaN"]
+)
+def test_headers_that_are_none(text: bytes) -> None:
+    refused(header(text))
+
+
+def test_pickles_are_refused_and_never_run(tmp_path) -> None:
+    import pickle
+
+    class Canary:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    torch.save({"kv": Canary()}, tmp_path / "saved.pt")
+    for data in (pickle.dumps(Canary()), (tmp_path / "saved.pt").read_bytes()):
+        refused(data)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_package_too_large_to_describe_is_not_written() -> None:
+    with pytest.raises(PackageError, match="header"):
+        replace(package(pages(PRECISIONS[0])), handoff="x" * container.MAX_HEADER_BYTES).write()
+
+
+def test_errors_carry_no_text_of_the_conversation() -> None:
+    word = "xyzzy-the-secret-word"
+    sent = package(pages(PRECISIONS[1]), handoff=word, ledger=((word, 1, 4),), metadata={word: word})
+    payload = flat(sent.write(secret=SECRET, algorithm="sha256"))
+    for edit in ("signature", "header"):
+        data = bytearray(payload)
+        data[-1 if edit == "signature" else 40] ^= 1
+        with pytest.raises(PackageError) as error:
+            read(Payload([bytes(data)]), secret=SECRET)
+        assert word not in str(error.value) + repr(error.value.__cause__)
+    for name, edit in EDITS.items():
+        with pytest.raises(PackageError) as error:
+            read(resigned(edit, sent), secret=SECRET)
+        assert word not in str(error.value), name
+
+
+def test_limits_of_the_manifest_fit_into_a_header() -> None:
+    """131,072 tokens in 64-token pages can be described."""
+    described = package(pages(PRECISIONS[0])).write()
+    _, m = inspect(described)
+    many = replace(m, runs=(m.runs[0], *[m.runs[1]] * 2047), tokens=131_072)
+    head = container.write_head(container.place(many.tensors()), {"manifest": many.to_text()})
+    assert len(head) < container.MAX_HEADER_BYTES / 2
+    assert manifest.read(many.to_text()) == many
