@@ -72,7 +72,6 @@ class Worker:
 
 def main(model: str, kill: str | None) -> None:
     os.environ.setdefault("QKVSHARE_SECRET", secrets.token_hex(32))  # the workers inherit it, and sign with it
-    print(f"loading {model} twice …")
     coder, tester = Worker("coder", model), Worker("tester", model)
     try:
         _ = coder.hear("ready"), tester.hear("ready")
