@@ -1,11 +1,11 @@
-"""The command line: `qkvshare models`, `qkvshare bench`, `qkvshare eval`.
+"""The command line: `qkvshare models`, `bench`, `eval`, and `inspect`, `ls`, `gc` for packages.
 
 Commands import what they need when they run, so that `--help` doesn't wait for torch.
 """
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -176,6 +176,69 @@ def matrix(
 
     found = known.matrix(families or known.FAMILIES)
     typer.echo(json.dumps(found, indent=2) if as_json else known.markdown(found))
+
+
+@app.command("inspect")
+def inspect(
+    name: Annotated[str, typer.Argument(metavar="FILE|KEY", help="A file, or a key of the shm directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Show a package's header: shapes, bits, hops, digests; no tensor is loaded and no text shown."""
+    import os
+
+    from qkvshare_agents import inspection
+
+    described = inspection.describe(inspection.find(name), secret=os.environ.get("QKVSHARE_SECRET", ""))
+    if as_json:
+        typer.echo(json.dumps(described, indent=2))
+    else:
+        inspection.show(described)
+
+
+@app.command("ls")
+def list_packages(
+    directory: Annotated[str | None, typer.Option(help="Of the packages; by default this user's in /dev/shm.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """List the packages in shared memory."""
+    import time
+
+    from qkvshare_agents.transport.shm import ShmTransport
+
+    transport = ShmTransport(directory)
+    files: list[dict[str, Any]] = [
+        {"key": file.key, "nbytes": file.nbytes, "expires_in_s": round(file.expires_s - time.time())}
+        for file in sorted(transport.files(), key=lambda file: file.expires_s)
+    ]
+    transport.close()
+    if as_json:
+        typer.echo(json.dumps({"directory": str(transport.directory), "packages": files}, indent=2))
+        return
+    for file in files:
+        left = file["expires_in_s"]
+        typer.echo(f"{file['key']}\t{file['nbytes']:,} bytes\t{f'expires in {left} s' if left > 0 else 'expired'}")
+    typer.echo(f"{len(files)} packages in {transport.directory}")
+
+
+@app.command("gc")
+def collect(
+    directory: Annotated[str | None, typer.Option(help="Of the packages; by default this user's in /dev/shm.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also those that have not expired.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Delete expired packages from shared memory, as every put does by itself."""
+    from qkvshare_agents.transport.shm import ShmTransport
+
+    transport = ShmTransport(directory)
+    files, nbytes = transport.sweep()
+    for file in list(transport.files()) if everything else ():
+        transport.delete(file.key)
+        files, nbytes = files + 1, nbytes + file.nbytes
+    transport.close()
+    if as_json:
+        typer.echo(json.dumps({"directory": str(transport.directory), "files": files, "nbytes": nbytes}))
+    else:
+        typer.echo(f"deleted {files} packages, {nbytes:,} bytes, from {transport.directory}")
 
 
 def main() -> None:

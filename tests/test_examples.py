@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from servers import free_port, valkey  # noqa: F401
 from support import tiny_model, tiny_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -36,3 +37,11 @@ def test_across_processes(model: str, kill: str) -> None:
     said = run("across_processes.py", "--model", model, "--kill", kill)
     assert said.count("-- TEXT:") == 1 and said.count("-- KV:") == 1
     assert f"the {kill} was killed" in said
+
+
+def test_across_machines(model: str, valkey: str) -> None:  # noqa: F811
+    """Three processes on this machine: AutoGen's gRPC host and two workers, each with a model."""
+    pytest.importorskip("autogen_ext.runtimes.grpc", reason="autogen-ext[grpc] is not installed")
+    address = f"localhost:{free_port()}"
+    said = run("across_machines.py", "--model", model, "--redis", valkey, "--address", address)
+    assert said.count("-- TEXT:") == 1 and said.count("-- KV:") == 1

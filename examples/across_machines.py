@@ -1,0 +1,120 @@
+"""A coder and a tester on two machines: AutoGen's distributed runtime carries the messages, Redis the KV.
+
+python examples/across_machines.py --redis redis://localhost:6379/0     # all on one machine, in three processes
+
+Apart, with the same QKVSHARE_SECRET everywhere, --redis rediss://... (TLS), and --address of AutoGen's host, whose
+gRPC has no encryption and no authentication: --role coder and --role tester on two machines, then --role host.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import sys
+from dataclasses import dataclass
+
+from autogen_core import AgentId, MessageContext, RoutedAgent, message_handler, try_get_known_serializers_for_type
+from autogen_ext.runtimes.grpc import GrpcWorkerAgentRuntime, GrpcWorkerAgentRuntimeHost
+
+from qkvshare_agents import Courier, Host, HostSettings, Message, Sampling, Turn
+from qkvshare_agents.transport.redis import RedisTransport
+
+INSTRUCTIONS = {"coder": "Write the function and nothing else.", "tester": "Now write a test for this function."}
+TASK = "Write a Python function is_even(n) that returns True if n is even."
+
+
+@dataclass
+class Asked:
+    messages: str  # JSON of [role, text, source] each
+    key: str  # of the package with their KV
+
+
+@dataclass
+class Answered:
+    text: str
+    key: str
+    report: str
+
+
+class Member(RoutedAgent):
+    """Answers from the KV that came with the messages, and sends on its own."""
+
+    def __init__(self, role: str, host: Host, courier: Courier) -> None:
+        super().__init__(f"the {role}")
+        self._role, self._host, self._courier = role, host, courier
+
+    @message_handler
+    async def on_asked(self, message: Asked, ctx: MessageContext) -> Answered:
+        return await asyncio.to_thread(self._answer, message)
+
+    def _answer(self, asked: Asked) -> Answered:
+        members = self._host.roster.members("")
+        messages = tuple(Message(*fields) for fields in json.loads(asked.messages))
+        arrival = self._courier.receive(asked.key)  # without a key: text, with the reason in the report
+        turn = Turn(members[self._role], "", messages, Sampling(max_tokens=120), arrival=arrival)
+        answer = self._host.submit(turn).result()
+        messages += (Message("assistant", answer.text, self._role),)
+        sent = self._courier.send(Turn(members["coder" if self._role == "tester" else "tester"], "", messages))
+        return Answered(answer.text, sent.key, json.dumps(answer.report.to_dict()))
+
+
+async def connect(address: str) -> GrpcWorkerAgentRuntime:
+    runtime = GrpcWorkerAgentRuntime(address.replace("0.0.0.0", "localhost"))
+    for kind in (Asked, Answered):
+        runtime.add_message_serializer(try_get_known_serializers_for_type(kind))
+    await runtime.start()
+    return runtime
+
+
+async def work(role: str, options: argparse.Namespace) -> None:
+    host = Host(HostSettings(options.model, measure_replay=True))
+    for name, instruction in INSTRUCTIONS.items():
+        host.roster.learn("", name, instruction)
+    courier = Courier(host, RedisTransport(options.redis), deadline_ms=2000)
+    _ = host.engine  # loaded now, so that no turn waits for it
+    runtime = await connect(options.address)
+    await Member.register(runtime, role, lambda: Member(role, host, courier))
+    print("ready", flush=True)
+    await runtime.stop_when_signal()
+
+
+async def ask(address: str) -> None:
+    runtime = await connect(address)
+    messages, key = [["user", TASK, "user"]], ""
+    for name in INSTRUCTIONS:
+        said = await runtime.send_message(Asked(json.dumps(messages), key), AgentId(name, "default"))
+        messages, key, r = [*messages, ["assistant", said.text, name]], said.key, json.loads(said.report)
+        print(f"[{name}] {said.text}\n\n-- {r['mode']}: {r['reused_tokens']} of {r['prompt_tokens']} tokens", end=" ")
+        print(f"came in {r['transfer_ms']:.0f} ms, first token {r['first_token_ms']:.0f} ms; {r['reasons']} --\n")
+    await runtime.stop()
+
+
+async def main(options: argparse.Namespace) -> None:
+    os.environ.setdefault("QKVSHARE_SECRET", secrets.token_hex(32))  # workers started here inherit it
+    host = GrpcWorkerAgentRuntimeHost(options.address)
+    host.start()
+    shared = ["--address", options.address, "--redis", options.redis, "--model", options.model]
+    workers = []
+    for role in INSTRUCTIONS if not options.role else ():
+        command = [os.path.abspath(__file__), "--role", role, *shared]
+        workers.append(await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE))
+    try:
+        for worker in workers:
+            if await worker.stdout.readline() != b"ready\n":
+                raise SystemExit("error: a worker ended before it was ready")
+        await asyncio.wait_for(ask(options.address), 600)
+    finally:
+        for worker in workers:
+            worker.kill()
+        await host.stop(grace=0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--redis", default="redis://localhost:6379/0", help="a Redis or Valkey server, see redis-py")
+    parser.add_argument("--address", default="localhost:50051", help="of AutoGen's gRPC host")
+    parser.add_argument("--model", default="smollm2-135m", help="local directory, pulled name or Hub id")
+    parser.add_argument("--role", choices=[*INSTRUCTIONS, "host"], help="without it, all three are started here")
+    options = parser.parse_args()
+    asyncio.run(work(options.role, options) if options.role in INSTRUCTIONS else main(options))

@@ -1,0 +1,122 @@
+"""What a package says about itself, without its tensors and without any text of the conversation."""
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qkvshare_agents import integrity
+from qkvshare_agents.errors import InvalidSetting, PackageError
+from qkvshare_agents.manifest import Plane
+from qkvshare_agents.package import inspect
+from qkvshare_agents.payload import Payload
+from qkvshare_agents.transport.interface import check_key
+from qkvshare_agents.transport.shm import ShmTransport
+
+
+def find(name: str) -> Payload:
+    """The package in the file `name`, or under the key `name` in the shm directory, mapped. Raises PackageNotFound."""
+    path = Path(name)
+    if path.is_file():
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise PackageError(f"{name} is empty")
+            return Payload([memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))])
+    try:
+        check_key(name)
+    except InvalidSetting:
+        raise InvalidSetting(f"{name[:80]!r} is neither a file nor a key; `qkvshare ls` lists the keys") from None
+    transport = ShmTransport(mapped=True)
+    try:
+        return transport.get(name)
+    finally:
+        transport.close()
+
+
+def describe(payload: Payload, *, secret: str = "") -> dict[str, Any]:
+    """Plain numbers and strings, for JSON. secret: to check the signature with. Raises PackageError."""
+    contents, m = inspect(payload)
+    signature = "not signed"
+    if m.signed:
+        signature = "not checked: no secret here (QKVSHARE_SECRET)"
+    if m.signed and secret:
+        mac = next(entry for entry in contents.entries if entry.name == "mac")
+        given = bytes(payload.read(*contents.of(mac)))
+        right = integrity.equal(given, integrity.mac(m.algorithm, secret, contents.head))
+        signature = "valid" if right else "wrong: damaged, or another secret"
+    layers, heads, key_dim, value_dim = m.shape
+    return {
+        "id": m.id,
+        "nbytes": payload.nbytes,
+        "header_bytes": len(contents.head),
+        "created_ms": m.created_ms,
+        "expires_ms": m.expires_ms,
+        "signature": signature,
+        "digest": m.algorithm,
+        "fingerprint": vars(m.fingerprint),
+        "shape": {"layers": layers, "heads": heads, "key_dim": key_dim, "value_dim": value_dim},
+        "tokens": m.tokens,
+        "covered_tokens": sum(run.tokens for run in m.runs),
+        "answers": len(m.ledger),
+        "runs": [
+            {
+                "tokens": run.tokens,
+                "key": run.key,
+                "sealed": run.sealed,
+                "native_tokens": run.page.native if run.page else None,
+                "keys": _plane(run.page.keys) if run.page else None,
+                "values": _plane(run.page.values) if run.page else None,
+                "hops": run.page.hops if run.page else None,
+                "digest": run.page.digest if run.page else None,
+            }
+            for run in m.runs
+        ],
+    }
+
+
+def show(described: Mapping[str, Any]) -> None:
+    """Print the result of `describe`; equal runs that follow each other are one line."""
+    from datetime import datetime
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    d, shape = described, described["shape"]
+    console = Console()
+    expires = datetime.fromtimestamp(d["expires_ms"] / 1000).isoformat(" ", "seconds")
+    console.print(f"package {d['id']}: {d['nbytes']:,} bytes, {d['header_bytes']:,} of them header", highlight=False)
+    console.print(f"expires {expires}; {d['digest']}, signature {d['signature']}", highlight=False)
+    console.print(
+        f"KV of {d['covered_tokens']} of {d['tokens']} tokens, {d['answers']} answers; {shape['layers']} layers, "
+        f"{shape['heads']} heads, head size {shape['key_dim']} / {shape['value_dim']}",
+        highlight=False,
+    )
+    for aspect, value in d["fingerprint"].items():
+        console.print(f"  {aspect:14} {value[:16]}", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for column in ("runs", "tokens", "native", "key bits", "value bits", "hops", ""):
+        table.add_column(column, no_wrap=True)
+    rows: list[list[str]] = []
+    for run in d["runs"]:
+        state = "open" if not run["sealed"] else "" if run["digest"] else "left out"
+        cells = [str(run[name] if run[name] is not None else "-") for name in ("tokens", "native_tokens")]
+        row = [*cells, *(_short(run[name]) for name in ("keys", "values")), str(run["hops"] or 0), state]
+        if rows and rows[-1][1:] == row:
+            rows[-1][0] = str(int(rows[-1][0]) + 1)
+        else:
+            rows.append(["1", *row])
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _plane(plane: Plane | None) -> dict[str, Any] | None:
+    return vars(plane) if plane else None
+
+
+def _short(plane: Mapping[str, Any] | None) -> str:
+    if not plane:
+        return "-"
+    return f"{plane['bits']}/{plane['group']}{' rotated' if plane['rotated'] else ''}"
