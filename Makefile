@@ -48,4 +48,4 @@ bench: model
 	@$(BIN)/qkvshare bench handoff
 
 notebooks: model
-	cd notebooks && ../$(BIN)/jupytext --quiet --to ipynb --execute *.py
+	cd notebooks && ../$(BIN)/jupytext --quiet --to ipynb *.py && PYTHONWARNINGS=ignore ../$(BIN)/jupyter-execute --inplace *.ipynb
