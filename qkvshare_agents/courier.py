@@ -10,11 +10,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from qkvshare_agents import package
 from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError
 from qkvshare_agents.host import Host
+from qkvshare_agents.payload import Payload
 from qkvshare_agents.planner import slower_than_text
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, Transport
@@ -22,6 +24,7 @@ from qkvshare_agents.turn import Turn
 
 _log = logging.getLogger("qkvshare_agents")
 _KEPT = 16  # measurements
+_HELD_BACK = 20  # packages that text was faster for; then one is moved to measure again
 _LEAST_PREFILL_TOKENS = 64  # below that, a turn's time says little about reading
 
 
@@ -53,6 +56,7 @@ class Courier:
         self._host, self._transport = host, transport
         self._deadline_ms, self._lifetime_ms = deadline_ms, lifetime_ms
         self._speeds: deque[tuple[int, float]] = deque(maxlen=_KEPT)  # (bytes, ms) of whole moves, either way
+        self._held_back = 0  # packages in a row
         self._warned = False
 
     def send(
@@ -64,19 +68,16 @@ class Courier:
         metadata: Mapping[str, str] | None = None,
     ) -> Sent:
         """Publish what is stored of `turn`'s prompt, so that another process can answer it; see `Host.export`."""
-        started = time.perf_counter()
         try:
             out = self._host.export(turn, have=have, handoff=handoff, metadata=metadata)
             if reason := self.slower_than_text(out):
                 return Sent("", (reason,))
-            key = secrets.token_hex(16)
+            key, started = secrets.token_hex(16), time.perf_counter()
             payload = out.write(secret=self._host.settings.secret)
             self._transport.put(key, payload, deadline_ms=self._deadline_ms, lifetime_ms=self._lifetime_ms)
         except (PackageError, TransportError) as error:
             return Sent("", (self._failed("sent", error),))
-        ms = _ms_since(started)
-        self._speeds.append((payload.nbytes, ms))
-        return Sent(key, (), ms, payload.nbytes)
+        return Sent(key, (), self._measured(payload, started), payload.nbytes)
 
     def receive(self, key: str, *, keep: bool = False) -> Arrival:
         """Fetch, check and store; give the result to the turn (`Turn.arrival`). keep: leave it for other readers.
@@ -88,24 +89,36 @@ class Courier:
         started = time.perf_counter()
         try:
             payload = self._transport.get(key, deadline_ms=self._deadline_ms)
-            reasons = self._host.adopt(package.read(payload, secret=self._host.settings.secret))
-            moved_bytes = payload.nbytes
-            if not keep:
-                self._transport.delete(key, deadline_ms=self._deadline_ms)
+            came = package.read(payload, secret=self._host.settings.secret)
         except (PackageError, TransportError, InvalidSetting) as error:  # also a key that is none
             return Arrival((self._failed("received", error),), _ms_since(started))
-        ms = _ms_since(started)
-        if not reasons:
-            self._speeds.append((moved_bytes, ms))
-        return Arrival(reasons, ms, moved_bytes)
+        ms = self._measured(payload, started)  # without the wait for turns that `adopt` may have before it
+        reasons = self._host.adopt(came)
+        if not keep:
+            with suppress(TransportError):  # then it goes when it expires
+                self._transport.delete(key, deadline_ms=self._deadline_ms)
+        return Arrival(reasons, ms, payload.nbytes)
 
     def slower_than_text(self, out: package.Package) -> str | None:
-        """The planner's verdict on moving `out`, once both speeds were measured here; None: move it."""
+        """The planner's verdict on moving `out`, once both speeds were measured here; None: move it.
+
+        Now and then it is None all the same, so that a transport that became faster is noticed.
+        """
         if not self._speeds or (pace := _prefill_ms_per_token(self._host)) is None:
             return None
         # publishing and reading are about equal, and the slope says more than the offset does for large ones
         ms_per_byte = statistics.median(ms / nbytes for nbytes, ms in self._speeds)
-        return slower_than_text(2 * ms_per_byte * out.page_bytes, pace * out.covered_tokens)
+        reason = slower_than_text(2 * ms_per_byte * out.page_bytes, pace * out.covered_tokens)
+        self._held_back = self._held_back + 1 if reason else 0
+        if self._held_back > _HELD_BACK:
+            self._speeds.clear()
+            self._held_back, reason = 0, None
+        return reason
+
+    def _measured(self, payload: Payload, started: float) -> float:
+        ms = _ms_since(started)
+        self._speeds.append((payload.nbytes, ms))
+        return ms
 
     def _failed(self, what: str, error: Exception) -> str:
         reason = f"KV could not be {what} over {self._transport.name}: {error}"

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came from another process before a turn. reasons: why KV did not, if so. transfer_ms: fetching, checking
-    and storing it. moved_bytes: of the package, manifest included; 0 if none was moved."""
+    """What came from another process before a turn. reasons: why KV did not, if so. transfer_ms: fetching and
+    checking it. moved_bytes: of the package, manifest included; 0 if none was moved."""
 
     reasons: tuple[str, ...] = ()
     transfer_ms: float = 0.0

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from servers import free_port, valkey  # noqa: F401
 from support import tiny_engine
 
 from qkvshare_agents.courier import Courier
-from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.errors import InvalidSetting, TransportError
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.planner import crossover_tokens, slower_than_text
@@ -167,6 +168,37 @@ def test_text_when_text_is_faster() -> None:
     assert sent.key == "" and "text is faster here" in sent.reasons[0]
     courier._speeds.extend([(10**9, 1.0)] * 20)
     assert courier.send(turn(a, "b", TASK, first)).key
+    courier._speeds.extend([(1000, 500.0)] * 20)
+    sent = [bool(courier.send(turn(a, "b", TASK, first)).key) for _ in range(30)]
+    assert sent == [False] * 20 + [True] * 10, "it measures again, and finds that moving is fast now"
+
+
+def test_waiting_for_a_turn_is_not_the_transports_time() -> None:
+    inner = LocalTransport()
+    a, b = open_host(), open_host()
+    first = spoken(a, "a", TASK)
+    for host in (a, b):
+        host._worker.submit(time.sleep, 0.5)  # a turn that is running
+    started = time.monotonic()
+    sent = Courier(a, inner).send(turn(a, "b", TASK, first))
+    arrival = Courier(b, inner).receive(sent.key)
+    assert arrival.reasons == () and time.monotonic() - started > 0.4
+    assert sent.ms < 300 and arrival.transfer_ms < 300
+
+
+class Undeletable(LocalTransport):
+    def delete(self, key: str, **options: object) -> None:
+        raise TransportError("not now")
+
+
+def test_a_package_that_can_not_be_deleted_was_received() -> None:
+    inner = Undeletable()
+    a, b = open_host(), open_host()
+    first = spoken(a, "a", TASK)
+    arrival = Courier(b, inner).receive(Courier(a, inner).send(turn(a, "b", TASK, first)).key)
+    assert arrival.reasons == ()
+    spoken(b, "b", TASK, first, arrival=arrival)
+    assert b.reports[0].mode.value == "KV"
 
 
 def test_the_planner_compares() -> None:

@@ -19,9 +19,11 @@ def test_every_transport_is_measured(valkey: str, capsys) -> None:  # noqa: F811
     for times in result["transports"].values():
         parts = sum(times[name] for name in ("write_ms", "put_ms", "get_ms", "read_ms"))
         assert 0 < parts < times["handoff_ms"]
-        assert times["publish_and_read_ratio"] == (times["put_ms"] + times["get_ms"]) / result["hot_prefix_ms"]
+        assert times["put_and_get_ratio"] == (times["put_ms"] + times["get_ms"]) / result["hot_prefix_ms"]
+        assert times["moving_ratio"] == parts / result["hot_prefix_ms"]
         assert times["crossover_tokens"] is None or times["crossover_tokens"] >= 1
         assert times["gb_per_s"] > 0
+    assert result["break_even_mb_per_s"] > 0
     many = result["many"]
     assert (many["handoffs"], many["files"], many["descriptors"]) == (200, 0, 0)
     assert many["resident_bytes"] < 5_000_000

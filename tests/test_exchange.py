@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import packages
 import pytest
+import torch
 from scripted import ScriptedHost
-from support import tiny_engine
+from support import SPECIAL, tiny_engine, tiny_model, tiny_tokenizer
 
 from qkvshare_agents import package
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import HostClosed, PackageError
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.package import Package
@@ -98,6 +101,18 @@ def test_pages_count_their_hops() -> None:
     assert {step.page.hops for step in forwarded.steps} == {1}
 
 
+def test_fifty_hops_change_no_byte() -> None:
+    """Whoever forwards pages forwards the same bytes: quantization error does not add up."""
+    sent = packages.package(packages.pages(packages.PRECISIONS[1]))
+    came = sent
+    for _ in range(50):
+        came = carried(came)
+    for first, last in zip(sent.steps, came.steps, strict=True):
+        assert last.page.hops == first.page.hops + 50
+        tensors = zip(package._tensors(first.page), package._tensors(last.page), strict=True)
+        assert all(torch.equal(a, b) for a, b in tensors)
+
+
 def test_another_model_is_text_with_what_differs() -> None:
     a = scripted(0)
     messages = answered(a, "a", [TASK])
@@ -106,6 +121,7 @@ def test_another_model_is_text_with_what_differs() -> None:
         "weights": tiny_engine(seed=1),
         "architecture, weights": tiny_engine(num_hidden_layers=2),
         "chat_template": tiny_engine(template=TEMPLATE),
+        "tokenizer": Engine(tiny_model(), tiny_tokenizer(special=[*SPECIAL, "<|one_more|>"])),
     }
     for differs, engine in cases.items():
         other = ScriptedHost(say, engine=engine)

@@ -1,6 +1,7 @@
 """The package: what is written is read, by us, by a second reader and by safetensors; nothing else is believed."""
 
 import json
+import os
 import struct
 import time
 import tracemalloc
@@ -19,6 +20,7 @@ from qkvshare_agents.package import Package, crop, inspect, read
 from qkvshare_agents.page import Page, Precision, seal
 from qkvshare_agents.payload import Payload
 
+FUZZ = int(os.environ.get("QKVSHARE_FUZZ", "1500"))  # examples per fuzzing test
 ALGORITHMS = [
     "sha256",
     pytest.param("blake3", marks=pytest.mark.skipif(integrity.preferred() != "blake3", reason="blake3 not installed")),
@@ -214,7 +216,7 @@ def test_a_flipped_bit_anywhere_is_found(secret: str) -> None:
     read(Payload([bytes(data)]), secret=secret)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=FUZZ, deadline=None)
 @given(st.data())
 def test_mutated_packages_are_refused_or_the_same(data: st.DataObject) -> None:
     """Any edit: the reader raises PackageError and nothing else."""
@@ -240,7 +242,7 @@ def test_mutated_packages_are_refused_or_the_same(data: st.DataObject) -> None:
         read(Payload([bytes(mutated)]), secret=SECRET)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=FUZZ, deadline=None)
 @given(st.data())
 def test_headers_edited_by_someone_with_the_secret(data: st.DataObject) -> None:
     """Past the MAC, too: PackageError, or a package that says what its bytes say."""

@@ -76,7 +76,15 @@ def test_wrong_password_and_rights(valkey: str) -> None:  # noqa: F811
         transport(valkey.replace(valkey[8 : valkey.index("@") + 1], "")).get("a")
     admin = redis.Redis.from_url(valkey)
     admin.execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~qkvshare:*", "+get", "+getrange", "+strlen")
+    rights = ("+set", "+get", "+getrange", "+strlen", "+exists", "+unlink")  # those that SECURITY.md names
+    admin.execute_command("ACL", "SETUSER", "mover", "on", ">pw", "~qkvshare:*", *rights)
     admin.close()
+    mover = transport(valkey.replace(valkey[8 : valkey.index("@")], "mover:pw"))
+    mover.put("m", payload(), deadline_ms=LONG_MS)
+    assert mover.get("m", deadline_ms=LONG_MS).nbytes == payload().nbytes
+    mover.delete("m", deadline_ms=LONG_MS)
+    assert mover.missing(["m"], deadline_ms=LONG_MS) == ["m"]
+    mover.close()
     limited = transport(valkey.replace(valkey[8 : valkey.index("@")], "reader:pw"))
     with fails(PackageNotFound, "nothing is stored"):
         limited.get("nothing")

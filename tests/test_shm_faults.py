@@ -319,6 +319,38 @@ def test_kill_9(transport: ShmTransport, folder: Path, when: str) -> None:
     assert transport.get("a").nbytes == 100_000
 
 
+RACER = """
+    import sys
+    from qkvshare_agents.errors import TransportError
+    from qkvshare_agents.payload import Payload
+    from qkvshare_agents.transport.shm import ShmTransport
+    transport, mine = ShmTransport(sys.argv[1]), sys.argv[2]
+    sys.stdin.readline()
+    for index in range(50):
+        try:
+            transport.put(f"k{index}", Payload([mine.encode() * 50_000]), deadline_ms=60000)
+            print(index)
+        except TransportError as error:
+            assert "published already" in str(error), error
+"""
+
+
+def test_processes_that_write_the_same_keys(transport: ShmTransport, folder: Path) -> None:
+    """Each key has one winner, whose package is whole."""
+    command = [sys.executable, "-c", textwrap.dedent(RACER), str(folder)]
+    racers = [
+        subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in "abcd"
+    ]
+    for racer in racers:
+        print(file=racer.stdin, flush=True)
+    won = {name: racer.communicate(timeout=60)[0].split() for name, racer in zip("abcd", racers, strict=True)}
+    assert all(racer.returncode == 0 for racer in racers)
+    assert sorted(index for indices in won.values() for index in indices) == sorted(str(i) for i in range(50))
+    for name, indices in won.items():
+        for index in indices:
+            assert bytes(transport.get(f"k{index}", deadline_ms=LONG_MS).pieces[0]) == name.encode() * 50_000
+
+
 def test_many_handoffs_leave_nothing(transport: ShmTransport, folder: Path) -> None:
     """10,000 at `qkvshare bench transport`; 1,000 here: descriptors, files and memory stay as they were."""
 

@@ -55,8 +55,10 @@ def run(
 
     Per transport: write_ms digests and signs a package of `tokens` tokens; put_ms publishes it, get_ms fetches it,
     read_ms checks it. raw_put_ms, raw_get_ms: 32 MiB of random bytes. handoff_ms: all of that, storing, import and the
-    first token behind `suffix` more. crossover_tokens: from where on that beats text replay, None if never. replay_ms,
-    hot_prefix_ms: the same first token by text replay, and behind a native cache that nobody had to move.
+    first token behind `suffix` more. put_and_get_ratio, moving_ratio: put and get alone, and with write and read, of
+    hot_prefix_ms. crossover_tokens: from where on moving (fixed_ms + ms_per_token, import included) beats text replay,
+    None if never. break_even_mb_per_s: a bandwidth below which it never does. replay_ms, hot_prefix_ms: the same first
+    token by text replay, and behind a native cache that nobody had to move.
     handoffs: also move that many small packages over shm, and see what is left.
     """
     if min(tokens, suffix, rounds) < 1 or tokens <= _SHORT_TOKENS or handoffs < 0:
@@ -92,10 +94,14 @@ def run(
             moving, moving_short = (_moving_ms(t) for t in (times, small))
             slope = (moving - moving_short) / (tokens - _SHORT_TOKENS) + base["import_ms"] / tokens
             times["handoff_ms"] = moving + base["graft_ms"] + base["import_and_first_ms"]
-            times["publish_and_read_ratio"] = (times["put_ms"] + times["get_ms"]) / base["hot_prefix_ms"]
+            times["put_and_get_ratio"] = (times["put_ms"] + times["get_ms"]) / base["hot_prefix_ms"]
+            times["moving_ratio"] = moving / base["hot_prefix_ms"]
             fixed = max(0.0, moving_short - slope * _SHORT_TOKENS)
+            times |= {"fixed_ms": fixed, "ms_per_token": slope}
             times["crossover_tokens"] = crossover_tokens(fixed, max(0.0, slope), base["replay_ms"] / (tokens + suffix))
             result["transports"][name] = times
+        replay_ms_per_token = base["replay_ms"] / (tokens + suffix)
+        result["break_even_mb_per_s"] = sent.page_bytes / tokens / 1e3 / replay_ms_per_token
         if handoffs:
             result["many"] = endurance.run(ShmTransport(folder), short, handoffs)
     result |= {
@@ -119,17 +125,30 @@ def show(result: dict[str, Any]) -> None:
     r = result
     title = f"{r['tokens']} tokens of {r['model']}, {r['preset']}, to another process (ms)"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    columns = ("write", "put", "get", "read", "handoff", "put+get / hot", "32 MiB put", "get", "GB/s", "crossover")
+    columns = (
+        "write",
+        "put",
+        "get",
+        "read",
+        "put+get\n/ hot",
+        "all\n/ hot",
+        "32 MiB\nput",
+        "\nget",
+        "\nGB/s",
+        "pays\nfrom",
+    )
     for column in ("", *columns):
         table.add_column(column, justify="right" if column else "left")
     for name, t in r["transports"].items():
-        times = [f"{t[key]:.1f}" for key in ("write_ms", "put_ms", "get_ms", "read_ms", "handoff_ms")]
+        times = [f"{t[key]:.1f}" for key in ("write_ms", "put_ms", "get_ms", "read_ms")]
+        times += [f"{t[key]:.1%}" for key in ("put_and_get_ratio", "moving_ratio")]
         raw = [f"{t['raw_put_ms']:.1f}", f"{t['raw_get_ms']:.1f}", f"{t['gb_per_s']:.2f}"]
-        table.add_row(name, *times, f"{t['publish_and_read_ratio']:.1%}", *raw, str(t["crossover_tokens"] or "never"))
+        table.add_row(name, *times, *raw, str(t["crossover_tokens"] or "never"))
     console = Console()
     console.print(table)
     payload = next(iter(r["transports"].values()))["payload_bytes"]
-    console.print(f"package {payload / 1e6:.1f} MB, signed with {r['digest']}; crossover: tokens from which on it pays")
+    console.print(f"package {payload / 1e6:.1f} MB, signed with {r['digest']}; pays from: tokens, import included")
+    console.print(f"below {r['break_even_mb_per_s']:.1f} MB/s text is always faster on this machine")
     console.print(f"hot native prefix {r['hot_prefix_ms']:.0f} ms, text replay {r['replay_ms']:.0f} ms")
     if many := r.get("many"):
         console.print(

@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -52,8 +53,9 @@ def default_directory() -> Path:
 class ShmTransport:
     """directory: made with mode 0700 if it is not there. capacity_bytes: of all packages in it; more is an error.
 
-    mapped: readers map the file instead of copying it, and share its memory as long as they keep a page of it. A
-    process that truncates the file then kills them (SIGBUS), so it is for processes that trust each other.
+    mapped: readers map the file instead of copying it, and share its memory (before Python 3.13 also a descriptor)
+    as long as they keep a page of it. A process that truncates the file then kills them (SIGBUS), so it is for
+    processes that trust each other.
     Raises TransportError for a directory that is another user's, a link, or open to others.
     """
 
@@ -106,7 +108,7 @@ class ShmTransport:
             try:
                 size = self._check(file, key)
                 if self._mapped:
-                    return Payload([memoryview(mmap.mmap(file, size, access=mmap.ACCESS_COPY))], lasting=True)
+                    return Payload([_map(file, size)], lasting=True)
                 return Payload([_read(file, size, deadline)])
             finally:
                 os.close(file)
@@ -224,6 +226,13 @@ def _read(file: int, size: int, deadline: Deadline) -> memoryview:
             raise TransportError(f"the file was cut to {done:,} of {size:,} bytes while it was read")
         done += count
     return target
+
+
+def _map(file: int, size: int) -> memoryview:
+    """The file itself; what a reader writes there is its own."""
+    if sys.version_info >= (3, 13):
+        return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_COPY, trackfd=False))
+    return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_COPY))
 
 
 @contextmanager
