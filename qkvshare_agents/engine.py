@@ -11,46 +11,30 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from qkvshare_agents import fingerprint, models
 from qkvshare_agents.configuration import active_adapters, eos_ids, rope_switch_tokens
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of
+from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
 _PROBE_TOKENS = 12
-_SLIDING = "DynamicSlidingWindowLayer"
 _LONGEST_PROBED_WINDOW = 1024  # tokens; so that loading stays a matter of seconds on a CPU
 # How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
 # anew with every longer call); or only as a whole, with no cache at all.
 Replay = Literal["chunks", "steps", "whole"]
 
 
-class _KVCacheLayer(DynamicLayer):
-    """One layer of transformers' cache that stores into a KVCache, so that no step copies the history."""
-
-    def __init__(self, kv: KVCache, index: int) -> None:
-        super().__init__()
-        self._kv, self._index = kv, index
-        self.device, self.dtype = kv.shape.device, kv.shape.dtype
-        keys, values = kv.span(0, kv.tokens)
-        self.keys, self.values = keys[index][None], values[index][None]
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._kv.append(self._index, key_states[0], value_states[0])
-        self.keys, self.values = keys[None], values[None]
-        return self.keys, self.values
-
-
 @dataclass
 class Run:
     """A running turn: transformers' cache, and our KVCache behind it unless the model can't hand KV over."""
 
-    cache: Cache
+    cache: Cache | None
     kv: KVCache | None
     tokens: int
     ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
@@ -61,6 +45,7 @@ class Engine:
 
     refusal: why KV can't be handed over (then every turn is text replay), or None.
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
+    has_state: some layers fold all tokens into a state that can't be cut.
     cache_argument: what the model's forward calls its cache.
     """
 
@@ -78,6 +63,7 @@ class Engine:
         self.kv_limit_tokens = rope_switch_tokens(self.config)
         self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
         self.shape: KVShape | None = None
+        self.has_state = False
         self._replay: Replay = "chunks"
         self.refusal = self._probe()
         if self.refusal:
@@ -128,12 +114,20 @@ class Engine:
             self._stamp = stamp
         return self._fingerprint
 
+    @property
+    def reads_in_steps(self) -> bool:
+        """Behind what was read before, only token by token is exact (a fault of some state space models)."""
+        return self._replay == "steps"
+
     def begin(self, kv: KVCache | None) -> Run:
         """Start a turn on what `kv` holds, or (None) on an empty cache of transformers' own."""
         if kv is None:
             return Run(DynamicCache(config=self.config), None, 0)
-        layers: list[Any] = [_KVCacheLayer(kv, index) for index in range(kv.shape.layers)]
-        return Run(Cache(layers=layers), kv, kv.tokens)
+        return Run(cache_over(kv, self.config), kv, kv.tokens)
+
+    def snapshot(self, run: Run) -> Snapshot | None:
+        """Copy of the recurrent state behind what was fed; None for models without any."""
+        return snapshot_of(run.cache, run.tokens) if run.cache and self.has_state else None
 
     @torch.inference_mode()
     def feed(self, run: Run, ids: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> Tensor | None:
@@ -155,7 +149,7 @@ class Engine:
     def _chunk_tokens(self, run: Run, count: int) -> int:
         if self.kv_limit_tokens and run.tokens + count > self.kv_limit_tokens:
             return count  # one forward gives all keys the same rotary frequencies
-        if run.kv is not None or self._replay == "chunks":
+        if self._replay == "chunks":
             return PREFILL_CHUNK_TOKENS
         return 1 if self._replay == "steps" and run.tokens else count
 
@@ -165,9 +159,11 @@ class Engine:
 
         One forward for all of `ids`: for measurements, where the ids are known beforehand.
         """
-        before = kv.tokens
+        before, run = kv.tokens, self.begin(kv)
         try:
-            return self._read(self.begin(kv), ids, count)
+            if self._replay == "chunks" or not before:
+                return self._read(run, ids, count)
+            return torch.cat([self._read(run, [i], 1) for i in ids])[-count:]
         finally:
             kv.crop(before)
 
@@ -175,12 +171,14 @@ class Engine:
         if run.kv is None:
             run.ids += ids
         if run.kv is None and self._replay == "whole":
-            run.cache, run.tokens, ids = DynamicCache(config=self.config), 0, run.ids
+            run.cache, run.tokens, ids = None, 0, run.ids
         return self._read(run, ids, 1)[0]
 
     def _read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
         device = self.model.device
-        arguments: dict[str, Any] = {self.cache_argument: run.cache, "use_cache": True}
+        arguments: dict[str, Any] = {"use_cache": run.cache is not None}
+        if run.cache is not None:
+            arguments[self.cache_argument] = run.cache
         if self._takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
         if self._keeps_logits:
@@ -193,37 +191,47 @@ class Engine:
     def _probe(self) -> str | None:
         """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
         cache = DynamicCache(config=self.config)
-        kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", _SLIDING})
-        if kinds:
-            return f"{self.config.model_type} has layers whose KV can't be handed over yet: {', '.join(kinds)}"
-        window = max(filter(None, _windows(cache)), default=0)
-        if window > _LONGEST_PROBED_WINDOW:
+        name = self.config.model_type
+        if (window := longest_window(cache)) > _LONGEST_PROBED_WINDOW:
             return f"a sliding window of {window} tokens is longer than what is probed ({_LONGEST_PROBED_WINDOW})"
         ids = self._probe_ids(window + _PROBE_TOKENS)  # a window shows only beyond its length
-        split = len(ids) - _PROBE_TOKENS // 2
         try:
+            self.has_state = has_state(kinds_of(cache))
             expected = self._forward(Run(cache, None, 0), ids)
-            self.shape = _shape_of(cache)
-            kv = KVCache(self.shape)
-            self._forward(self.begin(kv), ids[:split])
-            got = self._forward(self.begin(kv), ids[split:])
+            self.shape = shape_of(cache)
+            ways: list[Replay] = ["chunks", "steps"] if self.has_state else ["chunks"]
+            for self._replay in ways:
+                if self._agree(self._continued(ids, len(ids) - _PROBE_TOKENS // 2), expected):
+                    return None
         except UnsupportedModel as error:
-            return str(error)
+            return f"{name} {error}"
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-            return f"{self.config.model_type} can't continue from injected KV: {error}"
-        if not self._agree(got, expected):
-            return f"{self.config.model_type} continues differently from injected KV than in one forward"
-        return None
+            return f"{name} can't continue from injected KV: {error}"
+        return f"{name} continues differently from injected KV than in one forward"
+
+    def _continued(self, ids: list[int], split: int) -> Tensor:
+        """Logits behind `ids` when those from `split` on are read in another run, behind copies of what came before."""
+        assert self.shape is not None
+        kv = KVCache(self.shape)
+        first = self.begin(kv)
+        self._forward(first, ids[:split])
+        kv.state = self.snapshot(first)
+        # Another conversation in between, as on a host: some models keep their state in their modules
+        self._forward(self.begin(KVCache(self.shape)), ids[split:])
+        second = self.begin(kv)
+        logits = self.feed(second, ids[split:])
+        assert logits is not None
+        return logits
 
     @torch.inference_mode()
     def _probe_replay(self) -> Replay:
         """Find out how this model's own cache may be filled."""
         ids = self._probe_ids(_PROBE_TOKENS)
-        expected = self._forward(self.begin(None), ids)
+        expected = self._read(Run(None, None, 0), ids, 1)[0]
         splits: list[tuple[Replay, int]] = [("chunks", _PROBE_TOKENS // 2), ("steps", _PROBE_TOKENS - 1)]
         for way, at in splits:
-            run = self.begin(None)
             try:
+                run = self.begin(None)
                 self._forward(run, ids[:at])
                 if self._agree(self._forward(run, ids[at:]), expected):
                     return way
@@ -253,24 +261,3 @@ class Engine:
         looked_at = [v for held in by_device.values() for v in torch.stack([t.float() for t in held]).tolist()]
         places = hash(tuple(t.data_ptr() for t in tensors))
         return len(tensors), versions, tuple(looked_at), places, active_adapters(self.model)
-
-
-def _shape_of(cache: Cache) -> KVShape:
-    shapes = set()
-    for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.dim() != 4:
-            raise UnsupportedModel("a layer keeps no [B, H, T, D] keys and values; its KV can't be handed over yet")
-        shapes.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, values.shape[1]))
-    if len(shapes) != 1:
-        raise UnsupportedModel(f"layers differ in KV shape {shapes}; they can't be handed over yet")
-    heads, key_dim, value_dim, dtype, device, value_heads = shapes.pop()
-    if value_heads != heads:
-        raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-    windows = _windows(cache)
-    return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, device, windows if any(windows) else ())
-
-
-def _windows(cache: Cache) -> tuple[int | None, ...]:
-    """Per layer, how many tokens transformers' own cache keeps at most (None: all)."""
-    return tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)

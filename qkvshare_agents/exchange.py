@@ -37,7 +37,7 @@ class Exchange:
             raise PackageError(f"there is no KV to hand over: {refusal}")
         prompt = host.prompt(turn)
         settled = prompt.ids[: max((end for end, _ in prompt.answers), default=prompt.settled)]
-        steps = host.store.steps(settled, have)
+        steps = host.store.steps(settled, have, turn.access.readers)
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         assert engine.shape is not None
@@ -76,6 +76,8 @@ class Exchange:
 def _refusal(host: "Host") -> str | None:
     if not host.settings.handoff:
         return "handoff is switched off (handoff=False)"
+    if host.engine.has_state:
+        return "the model has recurrent state, which does not travel between processes yet"
     return host.engine.refusal or (None if host.engine.shape else "the model's KV has no shape that can be stored")
 
 

@@ -11,75 +11,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from qkvshare_agents.engine import Engine, Run
-from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed, InvalidSetting
+from torch import Tensor
+
+from qkvshare_agents.access import Access
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed
 from qkvshare_agents.exchange import Exchange
-from qkvshare_agents.integrity import check_secret
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
-from qkvshare_agents.page_store import NO_MATCH, Match, PageStore
-from qkvshare_agents.planner import Plan, plan
+from qkvshare_agents.planner import Mode, plan
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.rotation import settle
+from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.shared_store import SharedPageStore
+from qkvshare_agents.snapshot import SnapshotStore
 from qkvshare_agents.speech import Speech
-from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout, Prompt, lay_out, ledger_key
+from qkvshare_agents.start import Start
+from qkvshare_agents.transcript import Prompt, lay_out, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
 _RESERVED_TOKENS = 512
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class HostSettings:
-    """What a host is opened with.
-
-    model: local directory, pulled name or Hub id. precision: a preset's name. budget_bytes: pages kept, over
-    all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
-    of the relay layout. salt: hosts with another salt never find each other's pages (default: $QKVSHARE_SALT).
-    secret: signs packages for other processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
-    handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
-    every turn.
-    """
-
-    model: str
-    dtype: str = "auto"
-    device: str | None = None
-    attn_implementation: str | None = None
-    thinking: bool = False
-    precision: str = "safe"
-    budget_bytes: int = 2 * 1024**3
-    layout: Layout = "relay"
-    system: str = SHARED_SYSTEM
-    salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
-    secret: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SECRET", ""), repr=False)
-    handoff: bool = True
-    measure_replay: bool = False
-
-    def __post_init__(self) -> None:
-        preset(self.precision)
-        check_secret(self.secret)
-        if self.layout not in LAYOUTS:
-            raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
-        if self.budget_bytes < 0:
-            raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A turn that is planned and has its handed-over KV in place. store: where its KV may be kept, if anywhere."""
-
-    run: Run
-    plan: Plan
-    match: Match = NO_MATCH
-    store: PageStore | None = None
-    import_ms: float = 0.0
 
 
 class Host:
@@ -94,11 +51,13 @@ class Host:
         self._engine = engine
         self._loading, self._settled = threading.Lock(), False
         self._store: SharedPageStore | None = None
+        self._snapshots = SnapshotStore(settings.budget_bytes // 2)
         self._exchange = Exchange()
         self._root = b""
         self._kv: KVCache | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
         self._pid = os.getpid()
+        self._closed = False
 
     @property
     def engine(self) -> Engine:
@@ -132,9 +91,9 @@ class Host:
         salt = hashlib.sha256(self.settings.salt.encode()).digest()
         root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
         if self._store is None or root != self._root:
-            if self._store:
-                self._store.clear()
-            self._store, self._root = SharedPageStore(root, self.settings.budget_bytes), root
+            self._forget()
+            pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
+            self._store, self._root = SharedPageStore(root, pages_bytes), root
         return self._store
 
     def submit(
@@ -181,18 +140,26 @@ class Host:
             ledger=self.ledger,
             layout=self.settings.layout,
             system=self.settings.system,
+            view=turn.view,
         )
 
     def close(self) -> None:
-        """Let the running turn end, refuse further ones, and free the model and all pages."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Let the running turn end, refuse queued and further ones with HostClosed, free the model and all pages."""
+        self._closed = True
+        self._worker.shutdown(wait=True)
+        self._forget()
+        self._engine = self._store = self._kv = None
+
+    def _forget(self) -> None:
         if self._store:
             self._store.clear()
-        self._engine = self._store = self._kv = None
+        self._snapshots.clear()
 
     def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         if cancelled():
             raise Cancelled("the turn was cancelled before it began")
+        if self._closed:
+            raise HostClosed(f"the host of {self.settings.model} was closed before this turn began")
         engine = self.engine  # loading is no part of the turn
         started = time.perf_counter()
         prompt = self.prompt(turn)
@@ -203,24 +170,25 @@ class Host:
                 f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
             )
         longest = min(turn.sampling.max_tokens or room, room)
-        start = self._begin(prompt, longest)
+        start = self._begin(prompt, longest, turn.access)
         reused = start.plan.reused_tokens
-        logits = engine.feed(start.run, prompt.ids[reused:], cancelled)
-        if logits is None:
-            raise Cancelled("the turn was cancelled while it read its prompt")
+        logits = self._read(start, prompt, cancelled)
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
             first_ms = first_ms or _ms_since(started)
-            logits = engine.feed(start.run, speech.ids[-1:], cancelled)
-            if logits is None:
+            following = engine.feed(start.run, speech.ids[-1:], cancelled)
+            if following is None:
                 raise Cancelled(f"the turn was cancelled after {len(speech.ids)} tokens")
+            logits = following
         first_ms = first_ms or _ms_since(started)
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
-        reasons = turn.arrival.reasons + start.plan.reasons + self._keep(start, (*prompt.ids, *speech.ids))
+        noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
+        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
-        self.ledger.record(ledger_key(text, calls), speech.spoken_ids)
+        for key in ledger_keys(text, calls):
+            self.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
         report = HandoffReport(
             agent=turn.speaker.name,
@@ -230,8 +198,8 @@ class Host:
             prompt_tokens=len(prompt.ids),
             reused_tokens=reused,
             generated_tokens=len(speech.ids),
-            payload_bytes=start.match.nbytes,
-            fp16_bytes=engine.shape.fp16_bytes(reused) if engine.shape else 0,
+            payload_bytes=start.payload_bytes,
+            fp16_bytes=start.fp16_bytes,
             import_ms=start.import_ms,
             transfer_ms=turn.arrival.transfer_ms,
             first_token_ms=first_ms,
@@ -240,9 +208,10 @@ class Host:
             replay_first_token_ms=self._replay_ms(prompt) if self.settings.measure_replay else None,
         )
         self.reports.append(report)
-        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report)
+        handle = start.store.address((*prompt.ids, *speech.ids)) if start.store else ""
+        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report, handle)
 
-    def _begin(self, prompt: Prompt, longest: int) -> _Start:
+    def _begin(self, prompt: Prompt, longest: int, access: Access) -> Start:
         """Plan the turn and put the KV that it reuses into the working cache."""
         engine, total = self.engine, len(prompt.ids) + longest
         refusal = engine.refusal
@@ -251,18 +220,49 @@ class Host:
         elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
             refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
         if refusal or engine.shape is None:
-            return _Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
+            return Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
         store = self.store
-        match = store.match(prompt.ids[:-1])  # one token must be run in any case
-        decision = plan(prompt.settled, match.tokens, evicted_pages=store.evicted_pages)
+        ids = prompt.ids[:-1]  # one token must be run in any case
+        match = store.match(ids, access.readers)
+        hidden = access.readers is not None and store.stored_tokens(ids) > match.tokens
+        found, state = match.tokens, None
+        if engine.has_state:
+            state = self._snapshots.longest(ids[:found])
+            match = match.head(state.tokens if state else 0)
+        decision = plan(
+            prompt.settled,
+            match.tokens,
+            evicted_pages=store.evicted_pages,
+            withheld=access.reason if hidden else "",
+            stateless_tokens=found - match.tokens,
+        )
         importing = time.perf_counter()
         if self._kv is None or self._kv.shape != engine.shape:
             self._kv = KVCache(engine.shape)
         self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         self._kv.load(match.runs)
-        return _Start(engine.begin(self._kv), decision, match, store, _ms_since(importing))
+        self._kv.state = state
+        run = engine.begin(self._kv)
+        return Start(run, decision, match, store, access.owners, _ms_since(importing), state)
 
-    def _keep(self, start: _Start, ids: Sequence[int]) -> tuple[str, ...]:
+    def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
+        """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
+        engine, position = self.engine, start.plan.reused_tokens
+        stops = [len(prompt.ids)]
+        if engine.has_state and start.store and position < prompt.settled:
+            stops.insert(0, prompt.settled)
+        while True:
+            stop = stops.pop(0)
+            logits = engine.feed(start.run, prompt.ids[position:stop], cancelled)
+            if logits is None:
+                raise Cancelled("the turn was cancelled while it read its prompt")
+            if not stops:
+                return logits
+            if state := engine.snapshot(start.run):
+                start.snapshots[stop] = state
+            position = stop
+
+    def _keep(self, start: Start, ids: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:
@@ -275,9 +275,13 @@ class Host:
         fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
             sealed_tokens = len(fed) - self.precision.residual_length
-            store.extend(fed, self.precision.page_size, sealed_tokens, make_page)
+            store.extend(fed, self.precision.page_size, sealed_tokens, make_page, start.owners)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
+        if state := self.engine.snapshot(start.run):
+            start.snapshots[len(fed)] = state
+        for tokens, snapshot in start.snapshots.items():
+            self._snapshots.keep(fed[:tokens], snapshot)
         return ()
 
     def _replay_ms(self, prompt: Prompt) -> float:

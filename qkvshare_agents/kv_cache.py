@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.page import Page
+from qkvshare_agents.snapshot import Snapshot
 
 _ROUND_TOKENS = 256
 
@@ -46,11 +47,12 @@ class KVCache:
         self.shape = shape
         self._keys, self._values = self._allocate(0)
         self._lengths = [0] * shape.layers
+        self.state: Snapshot | None = None  # of layers that are no attention, behind exactly `tokens` tokens
 
     @property
     def tokens(self) -> int:
         """Tokens that every layer holds."""
-        return min(self._lengths)
+        return min(self._lengths, default=self.state.tokens if self.state else 0)
 
     @property
     def nbytes(self) -> int:
@@ -59,15 +61,17 @@ class KVCache:
     def clear(self, reserve_tokens: int) -> None:
         """Start over, with room for `reserve_tokens` tokens."""
         self._lengths = [0] * self.shape.layers
+        self.state = None
         self._reserve(reserve_tokens)
 
     def load(self, runs: Iterable[tuple[Page, int]]) -> None:
         """Append the first `tokens` tokens of each page, in order."""
+        start = self.tokens
         for page, tokens in runs:
-            start, stop = self.tokens, self.tokens + tokens
-            self._reserve(stop)
-            page.open_into(*self.span(start, stop))
-            self._lengths = [stop] * self.shape.layers
+            self._reserve(start + tokens)
+            page.open_into(*self.span(start, start + tokens))
+            start += tokens
+            self._lengths = [start] * self.shape.layers
 
     def crop(self, tokens: int) -> None:
         """Forget what lies beyond the first `tokens` tokens."""
@@ -75,6 +79,7 @@ class KVCache:
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of keys [L, H, stop - start, Dk] and values [L, H, stop - start, Dv]."""
+        self._reserve(stop if not self._lengths else 0)  # without attention layers nothing was appended
         return self._keys[:, :, start:stop], self._values[:, :, start:stop]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +102,7 @@ class KVCache:
     def _reserve(self, tokens: int) -> None:
         if tokens <= self._keys.shape[2]:
             return
-        used = max(self._lengths)
+        used = max(self._lengths, default=0)
         old = self.span(0, used)
         room = -(-max(tokens, used * 5 // 4) // _ROUND_TOKENS) * _ROUND_TOKENS
         self._keys, self._values = self._allocate(room)

@@ -10,6 +10,9 @@ from typing import Any
 
 from qkvshare_agents.template import Ids
 
+Author = tuple[str, str]  # (scope, name) of a member
+_MOST_AUTHORS = 64  # of one text; then earlier ones are forgotten
+
 
 class Ledger:
     """Text that a member generated -> the ids it generated.
@@ -20,18 +23,24 @@ class Ledger:
 
     def __init__(self, capacity_tokens: int = 4_000_000) -> None:
         self._capacity_tokens = capacity_tokens
+        self._authors: dict[str, frozenset[Author]] = {}
         self._entries: OrderedDict[str, Ids] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
 
-    def record(self, key: str, ids: Sequence[int]) -> None:
+    def record(self, key: str, ids: Sequence[int], author: Author | None = None) -> None:
         if not key or not ids:
             return
         with self._lock:
+            if author:
+                others = self._authors.get(key, frozenset())
+                self._authors[key] = frozenset({author}) | (others if len(others) < _MOST_AUTHORS else set())
             self._tokens += len(ids) - len(self._entries.pop(key, ()))
             self._entries[key] = tuple(ids)
             while self._tokens > self._capacity_tokens and len(self._entries) > 1:
-                self._tokens -= len(self._entries.popitem(last=False)[1])
+                oldest, dropped = self._entries.popitem(last=False)
+                self._tokens -= len(dropped)
+                self._authors.pop(oldest, None)
 
     def find(self, key: str) -> Ids | None:
         with self._lock:
@@ -39,6 +48,11 @@ class Ledger:
             if ids is not None:
                 self._entries.move_to_end(key)
             return ids
+
+    def authors(self, key: str) -> frozenset[Author]:
+        """Who generated this: (scope, name); several, if they said the same."""
+        with self._lock:
+            return self._authors.get(key, frozenset())
 
 
 @dataclass(frozen=True)
@@ -56,13 +70,17 @@ class Member:
 
 
 Members = Mapping[str, Member]
+_KEPT_SCOPES = 10_000
 
 
 @dataclass
 class Roster:
-    """Members per scope (one scope per team), declared or learnt when their call comes through."""
+    """Members per scope (one scope per team), declared or learnt when their call comes through.
 
-    _scopes: dict[str, dict[str, Member]] = field(default_factory=dict)
+    Scopes that learnt nothing for longest are forgotten first: then members are learnt anew, a shorter match.
+    """
+
+    _scopes: OrderedDict[str, dict[str, Member]] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def members(self, scope: str) -> Members:
@@ -82,6 +100,9 @@ class Roster:
         """Note what a member's call showed. An empty tool list (a reflection call) does not take tools away."""
         with self._lock:
             members = self._scopes.setdefault(scope, {})
+            self._scopes.move_to_end(scope)
+            while len(self._scopes) > _KEPT_SCOPES:
+                self._scopes.popitem(last=False)
             known = members.get(name) or Member(name, name if named else "")
             if instruction is not None:
                 known = replace(known, instruction=instruction)

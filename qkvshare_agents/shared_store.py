@@ -6,6 +6,7 @@ both sides, so that only what the receiver lacks needs to travel, and another te
 
 from collections.abc import Collection, Sequence
 
+from qkvshare_agents.access import Readers
 from qkvshare_agents.package import Step, crop
 from qkvshare_agents.page_store import Node, PageStore, _path, _remove, chained_key
 
@@ -19,14 +20,15 @@ class SharedPageStore(PageStore):
         whole = (node for node in match.nodes if node.sealed)
         return tuple(node.key for node in whole if node is not match.nodes[-1] or match.last_tokens == len(node.ids))
 
-    def steps(self, ids: Sequence[int], have: Collection[bytes]) -> tuple[Step, ...]:
-        """The stored prefix of `ids`; pages of sealed runs whose address is in `have` are left out.
+    def steps(self, ids: Sequence[int], have: Collection[bytes], readers: Readers | None = None) -> tuple[Step, ...]:
+        """The stored prefix of `ids` that `readers` may read (None: all); pages of sealed runs whose address is in
+        `have` are left out.
 
         A page of which only the first tokens are used goes out cropped to these.
         """
         steps: list[Step] = []
         parent_key = self._root.key
-        match = self.match(ids)
+        match = self.match(ids, readers)
         for node, (page, tokens) in zip(match.nodes, match.runs, strict=True):
             key = chained_key(parent_key, node.ids[:tokens])
             known = node.sealed and key in have

@@ -11,7 +11,7 @@ A prompt is a pure function of (messages, speaker, members, system, template, le
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qkvshare_agents.errors import InvalidMessage
@@ -56,8 +56,35 @@ class Message:
 
 
 def ledger_key(text: str, calls: Sequence[ToolCall]) -> str:
-    """What an answer is filed under: its text, or the ids of the calls in it (which are unique)."""
-    return "\0".join(["", *(call.id for call in calls)]) if calls else text
+    """What an answer is filed under: its text and its calls, so that one whose calls were edited is another."""
+    return "\0".join([text, *(part for call in calls for part in (call.id, call.name, _sorted(call.arguments)))])
+
+
+def ledger_keys(text: str, calls: Sequence[ToolCall]) -> tuple[str, ...]:
+    """All that an answer is filed under: some frameworks drop the text beside calls."""
+    return tuple(dict.fromkeys((ledger_key(text, calls), ledger_key("" if calls else text, calls))))
+
+
+def _sorted(arguments: str) -> str:
+    """Arguments in one spelling: frameworks parse the JSON and write it again."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+@dataclass(frozen=True)
+class View:
+    """What one turn sees of the other members.
+
+    layout: None for the host's. visible: members whose answers it sees as answers, with their cues; what others
+    wrote is text to it. None: all members of its scope. handoffs: by (source, target), what the target's cue
+    says besides when its turn follows an answer of the source.
+    """
+
+    layout: Layout | None = None
+    visible: frozenset[str] | None = None
+    handoffs: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,11 +120,15 @@ def lay_out(
     ledger: Ledger,
     layout: Layout = "relay",
     system: str = SHARED_SYSTEM,
+    view: View | None = None,
 ) -> Prompt:
     """The prompt for `speaker`'s next answer. `messages` come without the speaker's own leading system message."""
-    if layout == "relay":
-        turns = _relay_turns(messages, speaker, members, ledger)
+    view = view or View()
+    if (view.layout or layout) == "relay":
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
+        if view.visible is not None:
+            members = {name: member for name, member in members.items() if name in view.visible}
+        turns = _relay_turns(messages, speaker, members, ledger, view.handoffs)
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
@@ -106,7 +137,13 @@ def lay_out(
     return _assemble(turns, system, tools, template, ledger)
 
 
-def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members, ledger: Ledger) -> list[_Turn]:
+def _relay_turns(
+    messages: Sequence[Message],
+    speaker: Member,
+    members: Members,
+    ledger: Ledger,
+    handoffs: Mapping[tuple[str, str], str],
+) -> list[_Turn]:
     turns: list[_Turn] = []
     pending: list[Message] = []
     introduced: set[str] = set()
@@ -119,11 +156,12 @@ def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members,
         member = speaker if name == speaker.name else members.get(name) or Member(name, name)
         texts = [_plain(message, speaker.name) for message in pending]
         instruction = "" if name in introduced else member.instruction
+        handoff = handoffs.get((asked.source, name), "") if asked else ""
         # An agent that was never instructed and talks to people only is not given a name, either.
         alone = not member.instruction and any(texts) and introduced <= {name}
         label = f"[{member.label}]" if member.label and not alone else ""
         introduced.add(name)
-        return _Turn(_join(*texts, " ".join(filter(None, (label, instruction)))), (), answer)
+        return _Turn(_join(*texts, " ".join(filter(None, (label, instruction, handoff)))), (), answer)
 
     for message in messages:
         if _is_answer(message, speaker, members, ledger):

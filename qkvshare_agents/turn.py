@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qkvshare_agents.access import Access
 from qkvshare_agents.ledger import Member
 from qkvshare_agents.report import Arrival, HandoffReport
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.toolcall import ToolCall
-from qkvshare_agents.transcript import Message
+from qkvshare_agents.transcript import Message, View
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,7 @@ class Turn:
 
     messages: the conversation as this member sees it, without its own leading system message.
     tools: schemas of what it may call now; must_call: it has to. schema: JSON that the answer must follow
-    unless it calls a tool.
-
+    unless it calls a tool. view: what it sees of the other members; access: whose KV it may continue from.
     arrival: what came for this turn from another process, for its report.
     """
 
@@ -30,11 +30,17 @@ class Turn:
     must_call: bool = False
     arrival: Arrival = field(default_factory=Arrival)
     schema: Mapping[str, Any] | None = None
+    view: View = field(default_factory=View)
+    access: Access = field(default_factory=Access)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """finish_reason: `stop`, `length` or `tool_calls`. thought: reasoning that stays with the member."""
+    """finish_reason: `stop`, `length` or `tool_calls`. thought: reasoning that stays with the member.
+
+    handle: content address of the last page with the turn's KV, a plain string; "" if none was kept. It names
+    pages and carries no rights: who may read them is decided per turn.
+    """
 
     text: str
     thought: str | None
@@ -43,3 +49,4 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     report: HandoffReport
+    handle: str = ""

@@ -29,3 +29,24 @@ def demo_engine() -> Engine:
             raise
         pytest.skip("the demo model is not here; `make model` brings it")
     return Engine.load("smollm2-135m", dtype="float32")
+
+
+@pytest.fixture
+def chat(request):
+    """Makes LangChain models on hosts of their own: `make(script, engine=..., **options)`."""
+    from scripted import ScriptedHost, install, uninstall
+
+    from qkvshare_agents import ChatQKVShare
+
+    made = []
+
+    def make(script, *, engine=None, precision="native", **options):
+        name = f"host-{request.node.name}-{len(made)}"
+        layout = {"layout": options["layout"]} if "layout" in options else {}
+        install(ScriptedHost(script, engine=engine, precision=precision, **layout), name)
+        made.append(name)
+        return ChatQKVShare(model="scripted", host=name, precision=precision, **options)
+
+    yield make
+    for name in made:
+        uninstall(name)

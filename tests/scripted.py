@@ -37,6 +37,8 @@ class ScriptedEngine:
         if logits is None:
             return None
         encoder = self._engine.template.encoder
+        if self.prompt is not None and self._engine.has_state and run.tokens < len(self.prompt.ids):
+            return logits  # read in two parts, for the state before the cue
         if self.prompt is not None:
             prompt, self.prompt = self.prompt, None
             assert run.tokens == len(prompt.ids), "what was fed and reused is not the prompt"
@@ -57,9 +59,9 @@ class ScriptedHost(Host):
         super().__init__(HostSettings("scripted", **settings), ScriptedEngine(engine or tiny_engine(), script))
         self.prompts: list[Prompt] = []
 
-    def _begin(self, prompt: Prompt, longest: int):
+    def _begin(self, prompt: Prompt, *rest):
         self.prompts.append(prompt)
-        started = super()._begin(prompt, longest)
+        started = super()._begin(prompt, *rest)
         self.engine.prompt = prompt
         return started
 

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 from qkvshare_agents import cli, page
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, MissingDependency
-from qkvshare_agents.eval import corpus, fidelity, humaneval, needles, plain, plot, schemes, table
+from qkvshare_agents.eval import cases, corpus, fidelity, humaneval, needles, plain, plot, schemes, table
 from qkvshare_agents.eval.cases import Plan
 from qkvshare_agents.eval.packing import kl_divergence, kl_divergences
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
 
 PLAN = Plan(
-    tokens=160, samples=3, positions=24, repeat_positions=16, needles=(200,), questions=2, problems=2, answer_tokens=8
+    tokens=160, samples=3, positions=24, repeat_positions=16, needles=(400,), questions=2, problems=2, answer_tokens=8
 )
 EXTRA = {"k8 page 32": Precision(page_size=32)}
 TIMES = {"seal_ms", "open_ms"}
@@ -76,7 +76,7 @@ def test_native_is_exact_and_lost_context_shows(rows: dict[str, dict]) -> None:
 
 
 def test_fewer_bits_are_further_off(rows: dict[str, dict]) -> None:
-    for names in (["safe", "k4v4", "k2v2"], ["float16", "int8 per token", "int4 per token"]):
+    for names in (["safe", "default", "k2v2"], ["float16", "int8 per token", "int4 per token"]):
         errors, sizes = ([rows[name][key] for name in names] for key in ("mean_kl", "stored_bytes"))
         assert errors == sorted(errors) and sizes == sorted(sizes, reverse=True)
 
@@ -209,7 +209,7 @@ def test_the_command_prints_json(result: dict, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fidelity, "run", lambda **settings: asked.update(settings) or result)
     printed = CliRunner().invoke(cli.app, ["eval", "fidelity", "--reduced", "--tokens", "256", "--json"])
     assert json.loads(printed.stdout) == result
-    assert asked["plan"].tokens == 256 and asked["plan"].positions == fidelity.REDUCED.positions
+    assert asked["plan"].tokens == 256 and asked["plan"].positions == cases.REDUCED.positions
 
 
 def test_on_the_demo_model_ours_beat_plain_integers(demo_engine: Engine) -> None:
@@ -282,3 +282,19 @@ def test_normal_float_has_the_published_levels() -> None:
     levels = plain.normal_float(x)[1]().unique()
     published = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379]
     assert torch.allclose(levels[:12], torch.tensor(published), atol=1e-3) and levels.numel() == 16
+
+
+def test_on_the_demo_model_no_other_scheme_is_better_at_any_size(demo_engine: Engine) -> None:
+    """The reduced set on a real model: what the presets are chosen for."""
+    result = fidelity.run(plan=cases.REDUCED, engine=demo_engine)
+    rows = {row["scheme"]: row for row in result["rows"]}
+    assert rows["safe"]["mean_kl"] < 1e-4 and rows["default"]["mean_kl"] < 1e-2 and rows["tiny"]["mean_kl"] < 0.15
+    for key in ("mean_kl", "repeat_mean_kl"):
+        kls = [rows[name][key] for name in ("safe", "default", "small", "tiny", "no_context")]
+        assert kls == sorted(kls), key
+    measured = [r for r in result["rows"] if "skipped" not in r]
+    for other in (r for r in measured if r["group"] == "other" and r["scheme"] != "float16"):
+        limit = 1.02 * other["stored_bytes"]  # four native tokens weigh in so short a text
+        ours = [r for r in measured if r["group"] == "ours" and r["stored_bytes"] <= limit]
+        assert min(r["mean_kl"] for r in ours) < other["mean_kl"], other["scheme"]
+    assert rows["no_context"]["needle_hits"] == 0 < rows["native"]["needle_hits"] == rows["safe"]["needle_hits"]

@@ -9,16 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedHost
-from support import tiny_engine
+from support import tiny_engine, tiny_tokenizer
 
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, ContextOverflow, HostClosed, InvalidSetting
+from qkvshare_agents.eval.families import tiny_model as tiny_family
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.ledger import Member
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
 
-_ENGINE = tiny_engine()
+# One of each kind of layer: attention, a window, state beside attention, state only
+_ENGINES = [
+    tiny_engine(),
+    *(Engine(tiny_family(f), tiny_tokenizer()) for f in ("gemma3_text", "qwen3_5_text", "mamba2")),
+]
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, please.", "user")
 
 
@@ -66,7 +72,8 @@ _WORDS = st.sampled_from(["Write add.", "Thanks, go on with the next function pl
 def test_whatever_messages_come_in_the_right_ids_meet_the_right_kv(data: st.DataObject) -> None:
     """Messages edited, repeated, dropped from anywhere, between any speakers: what is fed is the laid-out prompt
     behind KV of exactly its leading ids. The scripted host checks every turn's logits against one forward."""
-    h = ScriptedHost(lambda prompt: f"Answer {len(prompt)} to what was asked here.", engine=_ENGINE)
+    engine = data.draw(st.sampled_from(_ENGINES))
+    h = ScriptedHost(lambda prompt: f"Answer {len(prompt)} to what was asked here.", engine=engine)
     messages: list[Message] = [TASK]
     for _ in range(data.draw(st.integers(2, 6))):
         name = data.draw(st.sampled_from("abc"))
@@ -206,9 +213,9 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 def test_unsupported_families_answer_by_text_replay() -> None:
-    h = Host(HostSettings("tiny"), tiny_engine("mamba"))
+    h = Host(HostSettings("tiny"), tiny_engine("rwkv", attention_hidden_size=48))
     converse(h, 3)
-    assert all(r.mode.value == "TEXT" and "mamba" in r.reasons[0] for r in h.reports)
+    assert all(r.mode.value == "TEXT" and "rwkv" in r.reasons[0] for r in h.reports)
 
 
 def test_length_dependent_rope_replays_text_beyond_the_switch() -> None:

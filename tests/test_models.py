@@ -115,6 +115,21 @@ def test_pull_new_name_from_path(gguf, converter):
     assert models.resolve("mine-1.0") == str(target)
 
 
+def test_a_chat_template_comes_along_and_an_existing_model_keeps_its_own(tmp_path, gguf, converter):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    target = models.pull("mine", source=str(gguf), chat_template=template)
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+    with pytest.raises(InvalidSetting, match="remove it to pull it with another chat template"):
+        models.pull("mine", source=str(gguf), chat_template=template)
+
+
+def test_a_chat_template_that_can_not_be_read_stops_before_anything_is_pulled(tmp_path, home, gguf, converter):
+    with pytest.raises(InvalidSetting, match="--chat-template"):
+        models.pull("mine", source=str(gguf), chat_template=tmp_path / "gone.jinja")
+    assert visible(home) == [] and not converter
+
+
 @pytest.mark.parametrize("missing", ["gone.gguf", "gone.whl", "gone"])
 def test_pull_missing_path(tmp_path, home, missing):
     with pytest.raises(ModelNotFound, match="no such file"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "autogen_core", "langgraph", "huggingface_hub")
+HEAVY = ("torch", "transformers", "autogen_core", "langgraph", "langchain_core", "huggingface_hub")
 PACKAGES = ("qkvshare_agents", "qkvshare_kernels", "qkvshare_adapters")
 RUN_MAIN = "import sys; from qkvshare_agents.cli import main; sys.argv[0] = 'qkvshare'; main()"
 

@@ -429,3 +429,13 @@ def test_cleared_pages_are_freed_without_a_garbage_collection() -> None:
         assert len(pages) > 3 and all(page() is None for page in pages)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 33, 60, 75])
+def test_the_head_of_a_match_is_its_first_tokens(tokens: int) -> None:
+    store, ids = Store(), tuple(range(75))
+    store.put(ids)
+    match = store.match(ids)
+    head = match.head(tokens)
+    assert head.tokens == tokens and head.nodes == match.nodes[: len(head.nodes)]
+    assert read(head) == kv_of(ids)[:tokens]

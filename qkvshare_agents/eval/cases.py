@@ -26,9 +26,9 @@ class Plan:
     samples: int = 6
     positions: int = 704
     repeat_positions: int = 192
-    needles: tuple[int, ...] = (1024, 2048, 4096)
+    needles: tuple[int, ...] = ()
     questions: int = 8
-    problems: int = 32
+    problems: int = 0
     answer_tokens: int = 96
 
     def __post_init__(self) -> None:
@@ -44,10 +44,10 @@ class Plan:
         return max(self.tokens + asked, max(self.needles, default=0) + 128)
 
 
-FULL = Plan()
+FULL = Plan(needles=(1024, 2048, 4096), problems=24)
 # REDUCED answers within two minutes on two cores
 REDUCED = Plan(
-    tokens=512, samples=3, positions=64, repeat_positions=64, needles=(512,), questions=4, problems=4, answer_tokens=32
+    tokens=384, samples=3, positions=48, repeat_positions=48, needles=(384,), questions=3, problems=2, answer_tokens=24
 )
 
 

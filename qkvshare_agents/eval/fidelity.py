@@ -123,7 +123,9 @@ def _check(engine: Engine, plan: Plan) -> KVShape:
 def _prefill(engine: Engine, shape: KVShape, ids: Ids) -> KVCache:
     kv = KVCache(shape)
     kv.clear(len(ids) + ROOM_TOKENS)
-    engine.feed(engine.begin(kv), ids)
+    run = engine.begin(kv)
+    engine.feed(run, ids)
+    kv.state = engine.snapshot(run)
     return kv
 
 
@@ -137,6 +139,7 @@ def _store(scheme: Scheme, kv: KVCache, working: KVCache, tally: _Tally, *, weig
         sealed = time.perf_counter()
         stored.open_into(working)
         opened = time.perf_counter()
+        working.state = kv.state if stored.tensors else None  # every scheme keeps what is no KV as it is
     except Exception as error:
         if not scheme.optional:
             raise
@@ -146,7 +149,12 @@ def _store(scheme: Scheme, kv: KVCache, working: KVCache, tally: _Tally, *, weig
         return True
     tally.seal_ms.append((sealed - start) * 1e3)
     tally.open_ms.append((opened - sealed) * 1e3)
-    weighed = schemes.storage_bytes(stored.tensors), schemes.storage_bytes(stored.packed), stored.packed_values
+    state_bytes = working.state.nbytes if working.state else 0
+    weighed = (
+        schemes.storage_bytes(stored.tensors) + state_bytes,
+        schemes.storage_bytes(stored.packed),
+        stored.packed_values,
+    )
     tally.weights.append(weighed)
     return True
 

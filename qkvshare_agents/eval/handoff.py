@@ -46,6 +46,10 @@ def run(
     engine = engine or Engine.load(model)
     if engine.refusal or engine.shape is None:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
+    if engine.has_state:
+        raise InvalidSetting(
+            f"{engine.name} has recurrent layers; this benchmark is for attention, see bench conversation"
+        )
     precision = settle(page.preset(preset), engine)
     ids = corpus.tokens(engine.template.encoder, tokens + suffix)
     times = _times(engine, precision, ids, tokens, rounds)
@@ -174,8 +178,8 @@ def _continue(engine: Engine, store: PageStore, kv: KVCache, head: Ids, tail: Id
 
 def _fork(run: Run) -> Run:
     """Another run behind the same native tensors, which transformers' cache never changes in place."""
-    cache = copy.copy(run.cache)
-    cache.layers = [copy.copy(layer) for layer in run.cache.layers]
+    cache: Any = copy.copy(run.cache)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
     return Run(cache, None, run.tokens)
 
 

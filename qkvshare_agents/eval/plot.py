@@ -67,7 +67,8 @@ def _label(figure: Any, axes: Any, rows: list[dict[str, Any]]) -> None:
     figure.draw_without_rendering()
     taken: list[Any] = []
     for row in sorted(rows, key=lambda r: r["mean_kl"]):
-        text = axes.annotate(row["scheme"], (_mb(row), row["mean_kl"]), textcoords="offset points", fontsize=7)
+        at = (_mb(row), row["mean_kl"])
+        text = axes.annotate(row["scheme"], at, xytext=(0, 0), textcoords="offset points", fontsize=7)
         for offset, align in _PLACES:
             text.set(position=offset, ha=align)
             box = text.get_window_extent()

@@ -162,7 +162,7 @@ def _layerwise(encode: plain.Encode, kv: KVCache) -> Stored:
 
 def _quantized_cache(config: Any, backend: str, bits: int | None, kv: KVCache) -> Stored:
     """transformers' QuantizedCache with its defaults: the first `update` quantizes everything it gets."""
-    if kv.shape.windows:
+    if kv.shape.windows or kv.state:
         raise UnsupportedModel("transformers quantizes layers of full attention only")
     cache = QuantizedCache(backend, config, **({"nbits": bits} if bits else {}))
     keys, values = kv.span(0, kv.tokens)

@@ -8,14 +8,13 @@ from rich.table import Table
 
 _CELLS = {
     "stored_bytes": ("MB", ""),
-    "bits_per_value": ("bits", ".2f"),
-    "packed_bits_per_value": ("packed", ".2f"),
+    "packed_bits_per_value": ("bits", ".2f"),
     "mean_kl": ("KL", ".1e"),
     "p99_kl": ("p99 KL", ".1e"),
-    "top1": ("top1 %", "%"),
+    "top1": ("top1 %", "2%"),
     "ppl_delta": ("ppl %", "+.2f"),
     "repeat_mean_kl": ("rep. KL", ".1e"),
-    "repeat_top1": ("rep. %", "%"),
+    "repeat_top1": ("rep. %", "1%"),
     "needle_hits": ("needle", "0%"),
     "code_equal": ("code", "0%"),
     "seal_ms": ("seal", ".0f"),
@@ -26,14 +25,15 @@ _CELLS = {
 def show(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result; rows that were skipped go below the table, with the reason.
 
-    KL is that of the next token in nats, top-1 the share of positions with the same likeliest token, both against
-    native KV; `rep.` is measured while repeating the cached text, the others while continuing it. needle: percent of
-    the hidden facts that were found; code: percent of HumanEval answers that are native's. seal, open: ms.
+    MB: of everything; bits: per value of the packed part, scales and minima included. KL is that of the next token in
+    nats, top-1 the share of positions with the same likeliest token, both against native KV; `rep.` is measured
+    while repeating the cached text, the others while continuing it. needle: percent of the hidden facts that were
+    found; code: percent of HumanEval answers that are native's. seal, open: ms.
     """
     h = result["header"]
     positions = f"{h['positions']} + {h['repeat_positions']} positions"
     title = f"{h['model']} ({h['dtype']}): {h['tokens']} cached tokens, {positions}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=0)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False, collapse_padding=True)
     table.add_column("scheme", no_wrap=True)
     for name, _ in _CELLS.values():
         table.add_column(name, justify="right", no_wrap=True)
@@ -51,5 +51,5 @@ def _cell(value: float | None, form: str) -> str:
     if value is None:
         return "-"
     if form.endswith("%"):
-        return f"{100 * value:.{form[:-1] or 2}f}"
+        return f"{100 * value:.{form[:-1]}f}"
     return f"{value:{form}}" if form else f"{value / 1e6:.2f}"

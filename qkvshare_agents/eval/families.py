@@ -1,0 +1,134 @@
+"""Tiny random models of the families that people run, and what can be handed over in each."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.eval import doctor
+
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SIZES: dict[str, Any] = {
+    "vocab_size": 640, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.12,
+    "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_GPT2 = {
+    "vocab_size": 640, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 4096, "initializer_range": 0.12,
+    "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_WINDOW = {"sliding_window": 24}
+_DELTA_NET = {
+    "head_dim": 16, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+_MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+# What differs from _SIZES, by transformers' model type.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": _WINDOW, "gpt2": _GPT2, "gpt_neox": {},
+    "phi": {"num_key_value_heads": 4}, "phi3": {"sliding_window": None}, "falcon": {},
+    "bloom": {"n_layer": 3, "n_head": 4}, "opt": {"word_embed_proj_dim": 48, "ffn_dim": 64}, "starcoder2": _WINDOW,
+    "smollm3": {"no_rope_layers": [1, 1, 0]},
+    "granite": {}, "cohere": {}, "cohere2": _WINDOW, "olmo2": {}, "olmo3": _WINDOW, "glm": {"head_dim": 12},
+    "glm4": {"head_dim": 12}, "exaone4": {**_WINDOW, "num_hidden_layers": 4}, "gemma": {"head_dim": 16},
+    "gemma2": {**_WINDOW, "head_dim": 16}, "gemma3_text": {**_WINDOW, "head_dim": 16},
+    "llama4_text": {
+        "attention_chunk_size": 24, "head_dim": 16, "num_local_experts": 2, "num_hidden_layers": 4,
+        "intermediate_size_mlp": 64,
+    },
+    "gpt_oss": {**_WINDOW, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4},
+    "mixtral": {"num_local_experts": 4}, "qwen2_moe": _EXPERTS, "qwen3_moe": {**_EXPERTS, "head_dim": 16},
+    "deepseek_v3": _LATENT, "deepseek_v2": {**_LATENT, "n_group": None, "topk_group": None},
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 16}, "qwen3_5_text": _DELTA_NET,
+    "olmo_hybrid": {"num_hidden_layers": 4},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "mamba": {"state_size": 8}, "falcon_mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2},
+    "falcon_h1": {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
+        "head_dim": 12,
+    },
+    "granitemoehybrid": {
+        **_MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 2, "num_experts_per_tok": 1,
+        "shared_intermediate_size": 32,
+    },
+    "jamba": {
+        "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+        "expert_layer_period": 2, "num_experts": 2, "use_mamba_kernels": False,
+    },
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 6, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 1, "head_dim": 12,
+    },
+}  # fmt: skip
+COLUMNS = ("exact", "reading", "cut", "fork", "8", "4", "3", "3/2")
+_PRESET_OF = {"8": "safe", "4": "default", "3": "small", "3/2": "tiny"}
+
+
+def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random float32 model of a family, small but with logits that differ."""
+    torch.manual_seed(seed)
+    sizes = {} if family == "gpt2" else _SIZES
+    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **overrides})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def matrix(families: Iterable[str] = tuple(FAMILIES)) -> dict[str, dict[str, Any]]:
+    """Of every family: what `doctor.examine` found. Raises InvalidSetting for an unknown family."""
+    unknown = sorted(set(families) - FAMILIES.keys())
+    if unknown:
+        raise InvalidSetting(f"no family {', '.join(unknown)}; the families are {', '.join(FAMILIES)}")
+    tokenizer = _tokenizer()
+    return {name: doctor.examine(Engine(tiny_model(name), tokenizer, name=f"tiny-{name}")) for name in families}
+
+
+def cells(found: Mapping[str, Any]) -> dict[str, str]:
+    """A row of the table. A width is good when it leaves less than a tenth of what no context at all costs."""
+    if found["refusal"]:
+        return {"exact": "text", **dict.fromkeys(COLUMNS[1:], "")}
+    limit = found["kl"]["no context"] / 10
+    return {
+        "exact": "yes" if doctor.is_exact(dict(found)) else "no",
+        "reading": found["reading"],
+        "cut": "any token" if found["cut"] else "turn ends",
+        "fork": "yes" if found["fork"] else "no",
+        **{column: "yes" if found["kl"][preset] < limit else "no" for column, preset in _PRESET_OF.items()},
+    }
+
+
+def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table in the README."""
+    lines = ["| family | layers | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name, row in found.items():
+        kinds = " + ".join(row["layers"]) + (" (window)" if row["window"] else "")
+        lines.append(f"| {name} | {kinds} | " + " | ".join(cells(row)[column] for column in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and three control tokens: as much of a tokenizer as an engine needs."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend = Tokenizer(BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = _CHATML
+    return tokenizer

@@ -1,0 +1,157 @@
+"""Layers of transformers' cache that keep their KV in ours, by kind."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import Cache, DynamicLayer
+
+from qkvshare_agents.errors import UnsupportedModel
+from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.snapshot import Snapshot, copied
+
+
+class LayerKind(Enum):
+    """What a layer keeps of the tokens it has read.
+
+    ATTENTION: keys and values of every token, in pages; windows too, since masks hide what is outside. RECURRENT: one
+    state. PARALLEL: both. EMPTY: nothing, as in layers that use another layer's KV or have no attention.
+    """
+
+    ATTENTION = "attention"
+    RECURRENT = "recurrent"
+    PARALLEL = "parallel"
+    EMPTY = "empty"
+
+    @property
+    def has_kv(self) -> bool:
+        return self in (LayerKind.ATTENTION, LayerKind.PARALLEL)
+
+    @property
+    def has_state(self) -> bool:
+        return self in (LayerKind.RECURRENT, LayerKind.PARALLEL)
+
+
+_KINDS = {
+    "DynamicLayer": LayerKind.ATTENTION,
+    "DynamicSlidingWindowLayer": LayerKind.ATTENTION,
+    "LinearAttentionLayer": LayerKind.RECURRENT,
+    "LinearAttentionAndFullAttentionLayer": LayerKind.PARALLEL,
+    "DummyLayer": LayerKind.EMPTY,
+}
+# Older transformers have neither; then no model has such layers in its cache.
+_Linear: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+_Parallel: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", DynamicLayer)
+_STATE_FIELDS = sorted(vars(_Linear())) if _Linear is not object else []
+
+
+class _KVCacheLayer(DynamicLayer):
+    """Keys and values of one layer, stored into a KVCache, so that no step copies the history."""
+
+    def __init__(self, kv: KVCache, index: int) -> None:
+        super().__init__()
+        _attach(self, kv, index)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return _update(self, key_states, value_states)
+
+
+class _ParallelLayer(_Parallel):
+    """The same beside a recurrent state, which stays transformers' own."""
+
+    def __init__(self, kv: KVCache, index: int, states: int) -> None:
+        super().__init__(number_of_states=states)
+        _attach(self, kv, index)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return _update(self, key_states, value_states)
+
+
+def _attach(layer: Any, kv: KVCache, index: int) -> None:
+    layer._kv, layer._index = kv, index
+    layer.device, layer.dtype = kv.shape.device, kv.shape.dtype
+    keys, values = kv.span(0, kv.tokens)
+    layer.keys, layer.values = keys[index][None], values[index][None]
+    layer.is_initialized = True
+
+
+def _update(layer: Any, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = layer._kv.append(layer._index, key_states[0], value_states[0])
+    layer.keys, layer.values = keys[None], values[None]
+    return layer.keys, layer.values
+
+
+def kinds_of(cache: Cache) -> tuple[LayerKind, ...]:
+    """Raises UnsupportedModel, with the names, for layers that are none of these kinds."""
+    names = [type(layer).__name__ for layer in cache.layers]
+    if unknown := sorted(set(names) - _KINDS.keys()):
+        raise UnsupportedModel(f"has layers whose KV can't be handed over yet: {', '.join(unknown)}")
+    return tuple(_KINDS[name] for name in names)
+
+
+def cache_over(kv: KVCache, config: Any) -> Cache:
+    """transformers' cache on what `kv` holds; its recurrent layers begin as copies of the state in `kv`."""
+    layers: list[Any] = []
+    states = iter(kv.state.layers if kv.state else ())
+    attention = 0
+    cache = DynamicCache(config=config)
+    for template, kind in zip(cache.layers, kinds_of(cache), strict=True):
+        layer: Any = template
+        if kind is LayerKind.ATTENTION:
+            layer = _KVCacheLayer(kv, attention)
+        elif kind is LayerKind.PARALLEL:
+            layer = _ParallelLayer(kv, attention, getattr(template, "number_of_states", 1))
+        if kind.has_state and (state := next(states, None)):
+            vars(layer).update(copied(state))
+        attention += kind.has_kv
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def snapshot_of(cache: Cache, tokens: int) -> Snapshot | None:
+    """Copy of the recurrent state behind `tokens` tokens; None for a cache without any."""
+    stateful = [layer for layer in cache.layers if isinstance(layer, _Linear) and _STATE_FIELDS]
+    if not stateful:
+        return None
+    return Snapshot(tokens, tuple({n: copied(vars(layer)[n]) for n in _STATE_FIELDS} for layer in stateful))
+
+
+def shape_of(cache: Cache) -> KVShape:
+    """The KV's shape in a cache that has read something. Raises UnsupportedModel if layers differ in it."""
+    shapes = set()
+    windows: list[int | None] = []
+    kinds = kinds_of(cache)
+    for layer, kind in zip(cache.layers, kinds, strict=True):
+        if not kind.has_kv:
+            continue
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4:
+            raise UnsupportedModel("a layer keeps no [B, H, T, D] keys and values; its KV can't be handed over yet")
+        shapes.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, values.shape[1]))
+        windows.append(getattr(layer, "sliding_window", None))
+    if not shapes:
+        return _without_attention(cache)
+    if len(shapes) != 1:
+        raise UnsupportedModel(f"layers differ in KV shape {shapes}; they can't be handed over yet")
+    heads, key_dim, value_dim, dtype, device, value_heads = shapes.pop()
+    if value_heads != heads:
+        raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
+    return KVShape(len(windows), heads, key_dim, value_dim, dtype, device, tuple(windows) if any(windows) else ())
+
+
+def _without_attention(cache: Cache) -> KVShape:
+    first: Any = next((layer for layer in cache.layers if isinstance(layer, _Linear)), None)
+    if first is None or first.device is None:
+        raise UnsupportedModel("no layer keeps keys and values or a state")
+    return KVShape(0, 1, 1, 1, first.dtype, first.device)
+
+
+def longest_window(cache: Cache) -> int:
+    """Tokens that the widest sliding or chunked layer sees; 0 without any."""
+    return max((getattr(layer, "sliding_window", None) or 0 for layer in cache.layers), default=0)
+
+
+def has_state(kinds: Sequence[LayerKind]) -> bool:
+    return any(kind.has_state for kind in kinds)

@@ -1,0 +1,44 @@
+"""What a host is opened with."""
+
+import os
+from dataclasses import dataclass, field
+
+from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.integrity import check_secret
+from qkvshare_agents.page import preset
+from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """A model, and how its KV is laid out, stored and shared.
+
+    model: local directory, pulled name or Hub id. precision: a preset's name. budget_bytes: pages kept, over
+    all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
+    of the relay layout. salt: hosts with another salt never find each other's pages (default: $QKVSHARE_SALT).
+    secret: signs packages for other processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
+    handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
+    every turn.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str | None = None
+    attn_implementation: str | None = None
+    thinking: bool = False
+    precision: str = "safe"
+    budget_bytes: int = 2 * 1024**3
+    layout: Layout = "relay"
+    system: str = SHARED_SYSTEM
+    salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
+    secret: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SECRET", ""), repr=False)
+    handoff: bool = True
+    measure_replay: bool = False
+
+    def __post_init__(self) -> None:
+        preset(self.precision)
+        check_secret(self.secret)
+        if self.layout not in LAYOUTS:
+            raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
+        if self.budget_bytes < 0:
+            raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
