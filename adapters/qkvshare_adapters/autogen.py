@@ -76,8 +76,8 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
     agent: whose calls these are, if the runtime can't tell (see `for_agent`). members: instructions of agents
     by name, so that prompts are the same before and after a restart; otherwise they are learnt as calls come.
     model_info: entries to override, such as `family`. options: fields of `HostSettings` (precision,
-    budget_bytes, layout, ...) and of `Sampling` (temperature, max_tokens, stop, seed, ...). The tenant's salt is
-    read from QKVSHARE_SALT, so that no dumped config holds it.
+    budget_bytes, layout, ...) and of `Sampling` (temperature, max_tokens, stop, seed, ...). The tenant's salt and
+    the secret are read from QKVSHARE_SALT and QKVSHARE_SECRET, so that no dumped config holds them.
 
     Raises TypeError for an unknown option, InvalidSetting for a bad value, HostConflict if `host` is open with
     other settings. The model loads on the first call or by `load`.

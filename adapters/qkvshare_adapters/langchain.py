@@ -43,7 +43,7 @@ from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import SHARED_SYSTEM, Layout
 from qkvshare_agents.turn import Answer, Turn
 
-_HOST_FIELDS = [f.name for f in fields(HostSettings) if f.name != "salt"]
+_HOST_FIELDS = [f.name for f in fields(HostSettings) if f.name not in ("salt", "secret")]
 _SAMPLING_FIELDS = [f.name for f in fields(Sampling)]
 _CALL_OPTIONS = ("tools", "tool_choice", "response_format", "agent", "model", *_SAMPLING_FIELDS)
 _PROVIDERS_OPTIONS = ("strict", "parallel_tool_calls", "stream", "ls_structured_output_format")  # change nothing here
@@ -57,7 +57,8 @@ class ChatQKVShare(BaseChatModel):
     prompts are the same before and after a restart; otherwise they are learnt as calls come. policy: "all" lets
     all agents of a thread share KV and cues, without annotations. timeout: seconds for one answer. The other
     options are those of `HostSettings` and of `Sampling`. Accepted because every chat model has them, without
-    effect here: max_retries, api_key. The tenant's salt is read from QKVSHARE_SALT, so that no dump holds it.
+    effect here: max_retries, api_key. The tenant's salt and the secret are read from QKVSHARE_SALT and
+    QKVSHARE_SECRET, so that no dump holds them.
 
     Raises TypeError for an unknown option, InvalidSetting for a bad value, HostConflict on the first call if
     `host` is open with other settings. The model loads on the first call or by `load`.
