@@ -89,6 +89,15 @@ def test_owners_of_an_open_run_keep_what_they_had() -> None:
     assert shares == [32, 8, 0]
 
 
+def test_only_what_may_be_read_goes_out() -> None:
+    a = Store()
+    ids = counting(64)
+    a.extend(ids, 32, 64, lambda start, stop, sealed: page_of(kv_of(ids)[start:stop]), ("mine",))
+    assert a.steps(ids, (), frozenset({"other"})) == ()
+    assert [step.tokens for step in a.steps(ids, (), frozenset({"mine"}))] == [32, 32]
+    assert [step.tokens for step in a.steps(ids, ())] == [32, 32]
+
+
 def test_own_pages_stay() -> None:
     a, b = Store(), Store()
     ids = counting(64)
