@@ -20,6 +20,7 @@ from qkvshare_agents.container import Contents, Entry
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.manifest import FORMAT, VERSION, Manifest, PageHead, Plane, Run
+from qkvshare_agents.memory import Blocks
 from qkvshare_agents.page import Page
 from qkvshare_agents.payload import Payload
 
@@ -144,22 +145,20 @@ def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Pa
     """Check and open. Raises PackageError, whose text says what is wrong, for anything but a whole, fresh package.
 
     secret: what it must be signed with; "" accepts unsigned ones only. Tensors are views of the payload if that
-    is `lasting`, else copies with memory of their own, so that dropping a page frees it.
+    is `lasting`, else copies, so that a page that is kept does not keep all of the payload.
     """
-    contents, described = inspect(payload)
-    places = {entry.name: entry for entry in contents.entries}
-    _authenticate(payload, contents, places, described, secret)
+    reader = _Reader(payload)
+    described = reader.described
+    reader.authenticate(secret)
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     if described.created_ms > now_ms + CLOCK_SKEW_MS:
         raise PackageError(f"the package is dated {(described.created_ms - now_ms) / 1000:.0f} s in the future")
     if described.expires_ms < now_ms:
         raise PackageError(f"the package expired {(now_ms - described.expires_ms) / 1000:.0f} s ago")
-    for entry in contents.entries:
-        if container.is_padding(entry) and any(payload.read(*contents.of(entry))):
-            raise PackageError("padding that is not zero")
-    ids = _ids(payload, contents, places["ids"], described)
+    reader.check_padding()
+    ids = reader.ids()
     steps = tuple(
-        Step(run.tokens, bytes.fromhex(run.key), run.sealed, _page(payload, contents, places, described, index, run))
+        Step(run.tokens, bytes.fromhex(run.key), run.sealed, reader.page(index, run))
         for index, run in enumerate(described.runs)
     )
     return Package(
@@ -168,46 +167,68 @@ def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Pa
     )  # fmt: skip
 
 
-def _authenticate(
-    payload: Payload, contents: Contents, places: Mapping[str, Entry], described: Manifest, secret: str
-) -> None:
-    if described.signed and not secret:
-        raise PackageError("the package is signed, and this host has no secret (QKVSHARE_SECRET)")
-    if secret and not described.signed:
-        raise PackageError("the package is not signed, and this host has a secret (QKVSHARE_SECRET)")
-    given = bytes(payload.read(*contents.of(places["mac"])))
-    if not integrity.equal(given, integrity.mac(described.algorithm, secret, contents.head)):
-        raise PackageError("the signature is wrong: damaged, or another secret" if secret else "the header is damaged")
+class _Reader:
+    """Takes what the manifest describes out of a payload, and checks it against the digests."""
 
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+        self._contents, self.described = inspect(payload)
+        self._places = {entry.name: entry for entry in self._contents.entries}
+        self._blocks = Blocks(payload.nbytes)
 
-def _ids(payload: Payload, contents: Contents, entry: Entry, described: Manifest) -> tuple[int, ...]:
-    start, stop = contents.of(entry)
-    if integrity.digest(described.algorithm, payload.extent(start, stop)).hex() != described.ids_digest:
-        raise PackageError("the token ids are damaged")
-    ids = _tensor(payload, contents, entry)
-    if int(ids.min()) < 0:
-        raise PackageError("a token id is negative")
-    return tuple(ids.tolist())
+    def authenticate(self, secret: str) -> None:
+        described, contents = self.described, self._contents
+        if described.signed and not secret:
+            raise PackageError("the package is signed, and this host has no secret (QKVSHARE_SECRET)")
+        if secret and not described.signed:
+            raise PackageError("the package is not signed, and this host has a secret (QKVSHARE_SECRET)")
+        given = bytes(self._payload.read(*contents.of(self._places["mac"])))
+        if not integrity.equal(given, integrity.mac(described.algorithm, secret, contents.head)):
+            wrong = "the signature is wrong: damaged, or another secret"
+            raise PackageError(wrong if secret else "the header is damaged")
 
+    def check_padding(self) -> None:
+        padding = (entry for entry in self._contents.entries if container.is_padding(entry))
+        if any(any(self._payload.read(*self._contents.of(entry))) for entry in padding):
+            raise PackageError("padding that is not zero")
 
-def _page(
-    payload: Payload, contents: Contents, places: Mapping[str, Entry], described: Manifest, index: int, run: Run
-) -> Page | None:
-    if run.page is None:
-        return None
-    named = [places[name] for name, _, _ in described.page_tensors(index, run)]
-    start, stop = contents.of(named[0])[0], contents.of(named[-1])[1]
-    if integrity.digest(described.algorithm, payload.extent(start, stop)).hex() != run.page.digest:
-        raise PackageError(f"page {index} is damaged")
-    tensors = iter([_tensor(payload, contents, entry) for entry in named])
-    native = (next(tensors), next(tensors)) if run.page.native else None
-    if native and not all(bool(t.isfinite().all()) for t in native):
-        raise PackageError(f"page {index} holds NaN or Inf")
-    packed = None
-    if run.page.keys and run.page.values:
-        keys, values = (_encoded(plane, tensors, index) for plane in (run.page.keys, run.page.values))
-        packed = (keys, values)
-    return Page(native, packed, run.page.hops + 1)
+    def ids(self) -> tuple[int, ...]:
+        place = self._places["ids"]
+        self._check([place], self.described.ids_digest, "the token ids are damaged")
+        ids = self._tensor(place)
+        if int(ids.min()) < 0:
+            raise PackageError("a token id is negative")
+        return tuple(ids.tolist())
+
+    def page(self, index: int, run: Run) -> Page | None:
+        if run.page is None:
+            return None
+        named = [self._places[name] for name, _, _ in self.described.page_tensors(index, run)]
+        self._check(named, run.page.digest, f"page {index} is damaged")
+        tensors = iter([self._tensor(entry) for entry in named])
+        native = (next(tensors), next(tensors)) if run.page.native else None
+        if native and not all(bool(t.isfinite().all()) for t in native):
+            raise PackageError(f"page {index} holds NaN or Inf")
+        packed = None
+        if run.page.keys and run.page.values:
+            keys, values = (_encoded(plane, tensors, index) for plane in (run.page.keys, run.page.values))
+            packed = (keys, values)
+        return Page(native, packed, run.page.hops + 1)
+
+    def _check(self, entries: Sequence[Entry], digest: str, wrong: str) -> None:
+        start, stop = self._contents.of(entries[0])[0], self._contents.of(entries[-1])[1]
+        if integrity.digest(self.described.algorithm, self._payload.extent(start, stop)).hex() != digest:
+            raise PackageError(wrong)
+
+    def _tensor(self, entry: Entry) -> Tensor:
+        start, stop = self._contents.of(entry)
+        view = self._payload.read(start, stop) if self._payload.lasting else memoryview(b"")
+        if view.readonly:
+            view, done = self._blocks.take(stop - start), 0
+            for part in self._payload.extent(start, stop):
+                view[done : done + part.nbytes] = part
+                done += part.nbytes
+        return torch.frombuffer(view, dtype=_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
@@ -224,21 +245,6 @@ def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
     if not (smallest >= _SMALLEST_SCALE and reach <= limit):
         raise PackageError(f"page {index} has a scale or minimum that is NaN, Inf, not positive or too large")
     return Encoded(codes, scale, minimum, plane.bits, plane.group, plane.dim, plane.group_size, plane.rotated)
-
-
-def _tensor(payload: Payload, contents: Contents, entry: Entry) -> Tensor:
-    start, stop = contents.of(entry)
-    dtype = _DTYPES[entry.dtype]
-    if payload.lasting:
-        view = payload.read(start, stop)
-        if not view.readonly:
-            return torch.frombuffer(view, dtype=dtype).view(entry.shape)
-    tensor = torch.empty(entry.shape, dtype=dtype)
-    target, done = _raw(tensor), 0
-    for part in payload.extent(start, stop):
-        target[done : done + part.nbytes] = part
-        done += part.nbytes
-    return tensor
 
 
 def _tensors(page: Page) -> list[Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.package import Step, crop
-from qkvshare_agents.page_store import Node, PageStore, _path, _remove, chained_key
+from qkvshare_agents.page_store import Node, PageStore, _credit, _path, _remove, chained_key
 
 
 class SharedPageStore(PageStore):
@@ -49,10 +49,11 @@ class SharedPageStore(PageStore):
     def graft(self, ids: Sequence[int], steps: Sequence[Step]) -> int:
         """Store the steps' pages under `ids`; returns how many leading ids have stored KV now.
 
-        Runs that are stored already keep their own page. It ends before the first run whose page neither travelled
-        nor is here any more.
+        Runs that are stored already keep their own page and their owners; what is new belongs to nobody. It ends
+        before the first run whose page neither travelled nor is here any more.
         """
         run = tuple(ids)
+        shares: dict[str, int] = {}  # up to which token owners of runs that make way own the ids
         with self._lock:
             node, start = self._root, 0
             for step in steps:
@@ -64,15 +65,24 @@ class SharedPageStore(PageStore):
                     assert step.page is not None
                     for child in [c for c in node.children if c.ids == part]:
                         _remove(child)  # open here, sealed there: it would be in the way of what follows
+                        _inherit(shares, child, start)
                     known = self._child(node, part, step.page, step.sealed)
                 node, start = known, start + step.tokens
             path = _path(node)
-            for other, _, common in list(self._agreeing(run[:start])):
+            for other, before, common in list(self._agreeing(run[:start])):
                 if not other.sealed and common == len(other.ids) and other not in path:
                     _remove(other)
+                    _inherit(shares, other, before)
+            _credit(path, shares)
             self._touch(path)
             self._evict()
             return self._find(run).tokens
+
+
+def _inherit(shares: dict[str, int], node: Node, start: int) -> None:
+    """Note that the owners of `node`, which begins at token `start`, own the ids that far."""
+    for owner, tokens in node.owners.items():
+        shares[owner] = max(start + tokens, shares.get(owner, 0))
 
 
 def _stored(parent: Node, ids: tuple[int, ...], sealed: bool) -> Node | None:

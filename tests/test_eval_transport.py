@@ -26,7 +26,7 @@ def test_every_transport_is_measured(valkey: str, capsys) -> None:  # noqa: F811
     assert result["break_even_mb_per_s"] > 0
     many = result["many"]
     assert (many["handoffs"], many["files"], many["descriptors"]) == (200, 0, 0)
-    assert many["resident_bytes"] < 5_000_000
+    assert many["resident_bytes"] < 20_000_000
     transport.show(result)
     assert "200 handoffs over shm" in capsys.readouterr().out
 

@@ -1,11 +1,13 @@
 """The package: what is written is read, by us, by a second reader and by safetensors; nothing else is believed."""
 
+import gc
 import json
 import os
 import struct
 import time
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from packages import FINGERPRINT, PRECISIONS, SECRET, SHAPE, flat, kv, package, 
 from qkvshare_agents import container, integrity, manifest
 from qkvshare_agents import package as package_module
 from qkvshare_agents.errors import InvalidSetting, PackageError
+from qkvshare_agents.memory import Blocks
 from qkvshare_agents.package import Package, crop, inspect, read
 from qkvshare_agents.page import Page, Precision, seal
 from qkvshare_agents.payload import Payload
@@ -126,6 +129,39 @@ def test_a_cropped_page_shows_nothing_of_what_was_cut() -> None:
     assert only_sinks.packed is None and only_sinks.tokens == 3
 
 
+def test_dropping_pages_frees_their_memory() -> None:
+    """A page of a package does not keep the rest of it: blocks of 8 MB at most are freed one by one."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    shape = (64, 1, 64, 64)
+    large = [Page(kv(256, shape, i), None) for i in range(8)]  # 4 MB of keys, 4 MB of values
+    made = package(large, shape=shape)
+    data = flat(made.write())
+    del large, made
+    before = resident_bytes()
+    got = read(Payload([data]))
+    kept = got.steps[-1].page
+    held = resident_bytes() - before
+    assert held > 60_000_000
+    del got
+    gc.collect()
+    assert kept.nbytes == 8_388_608
+    assert resident_bytes() - before < 20_000_000
+
+
+@given(st.lists(st.integers(1, 10**7), min_size=1, max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_blocks_do_not_overlap(sizes: list[int]) -> None:
+    blocks = Blocks(sum(-(-size // 64) * 64 for size in sizes))
+    taken = [blocks.take(size) for size in sizes]
+    for index, (piece, size) in enumerate(zip(taken, sizes, strict=True)):
+        assert piece.nbytes == size and torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % 64 == 0
+        piece[:1] = piece[-1:] = bytes([index + 1])
+    assert [(piece[0], piece[-1]) for piece in taken] == [(i + 1, i + 1) for i in range(len(taken))]
+
+
 GOLDEN = Package(
     ids=(7, 300, 2**40),
     steps=(),
@@ -146,8 +182,6 @@ def golden() -> Package:
 
 def test_golden_bytes() -> None:
     """The very bytes, which a later release must still write for version 1, and still read."""
-    from pathlib import Path
-
     data = (Path(__file__).parent / "golden" / "package-1.safetensors").read_bytes()
     assert flat(golden().write(secret=SECRET, algorithm="sha256")) == data
     got = read(Payload([data]), secret=SECRET, now_ms=1_700_000_000_001)

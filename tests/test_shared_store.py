@@ -75,6 +75,20 @@ def test_an_open_run_that_is_sealed_elsewhere_makes_way() -> None:
     assert b.match(ids).tokens == 96
 
 
+def test_owners_of_an_open_run_keep_what_they_had() -> None:
+    """Its tokens come over in longer, sealed runs: they own as many of these, and nobody owns the rest."""
+    a, b = Store(), Store()
+    ids = counting(96)
+    a.put(ids)
+    b.extend(ids[:40], 32, 40, lambda start, stop, sealed: page_of(kv_of(ids[:40])[start:stop]), ("mine",))
+    move(a, b, ids)
+    assert b.match(ids).tokens == 96
+    assert b.match(ids, frozenset({"mine"})).tokens == 32  # 8 more are theirs, fewer than a slice is worth
+    assert b.match(ids, frozenset({"other"})).tokens == 0
+    shares = [node.owners.get("mine", 0) for node in b.match(ids).nodes]
+    assert shares == [32, 8, 0]
+
+
 def test_own_pages_stay() -> None:
     a, b = Store(), Store()
     ids = counting(64)

@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from qkvshare_agents.errors import PackageNotFound, TransportError
+from qkvshare_agents.memory import fresh
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.transport.interface import (
     DEADLINE_MS,
@@ -213,12 +214,8 @@ def _write(file: int, payload: Payload, deadline: Deadline) -> None:
 
 
 def _read(file: int, size: int, deadline: Deadline) -> memoryview:
-    """Into memory of our own, page-aligned; in huge pages where possible, since page faults are most of the time."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    target = memoryview(memory)
-    done = 0
+    """Into memory of our own."""
+    target, done = fresh(size), 0
     while done < size:
         _ = deadline.left_ms
         count = os.preadv(file, [target[done : min(done + _STEP_BYTES, size)]], done)
