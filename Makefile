@@ -36,8 +36,9 @@ demo: model
 demo-langgraph: model
 	@$(BIN)/python examples/coder_tester_langgraph.py
 
+# Threads that wait by spinning make tests on busy machines 20 times slower
 test: model
-	@$(BIN)/python -m pytest
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 lint: install
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ class Plan:
     """tokens: cached per sample. samples: in turn prose, code and chat. positions, repeat_positions: of each sample.
 
     needles: lengths of the texts with hidden facts, `questions` in each. problems: of HumanEval, behind `tokens`
-    tokens of solved ones, each answered with at most `answer_tokens` tokens.
+    tokens of solved ones, each answered with at most `answer_tokens` tokens. sweep: also all widths, not presets only.
     """
 
     tokens: int = 2048
@@ -30,6 +30,7 @@ class Plan:
     questions: int = 8
     problems: int = 0
     answer_tokens: int = 96
+    sweep: bool = True
 
     def __post_init__(self) -> None:
         if self.tokens < 16 or self.samples < 2 or self.positions < 1 or not 1 <= self.repeat_positions < self.tokens:
@@ -47,8 +48,9 @@ class Plan:
 FULL = Plan(needles=(1024, 2048, 4096), problems=24)
 # REDUCED answers within two minutes on two cores
 REDUCED = Plan(
-    tokens=384, samples=3, positions=48, repeat_positions=48, needles=(384,), questions=3, problems=2, answer_tokens=24
-)
+    tokens=320, samples=3, positions=40, repeat_positions=40, needles=(320,), questions=2, problems=1, answer_tokens=24,
+    sweep=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def run(
     """
     engine = engine or Engine.load(model)
     shape = _check(engine, plan)
-    tried = schemes.all_schemes(engine, extra)
+    tried = schemes.all_schemes(engine, extra, widths=plan.sweep)
     tallies = {scheme.name: _Tally() for scheme in tried}
     everything = list(cases(engine, plan))
     working, other = KVCache(shape), _prefill(engine, shape, everything[-1].ids)

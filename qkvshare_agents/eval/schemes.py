@@ -54,10 +54,10 @@ class Scheme:
     optional: bool = False
 
 
-def all_schemes(engine: Engine, extra: Mapping[str, Precision] | None = None) -> list[Scheme]:
-    """Controls, presets, `extra`, the sweep over widths and the competitors."""
+def all_schemes(engine: Engine, extra: Mapping[str, Precision] | None = None, *, widths: bool = True) -> list[Scheme]:
+    """Controls, presets, `extra`, the sweep over widths if wanted, and the competitors."""
     ours = {name: settle(precision, engine) for name, precision in {**page.PRESETS, **(extra or {})}.items()}
-    for name, precision in sweep(rotation_helps(engine)):
+    for name, precision in sweep(rotation_helps(engine)) if widths else ():
         if precision not in ours.values():
             ours[name] = precision
     native = page.PRESETS["native"]
