@@ -54,7 +54,7 @@ from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.turn import Answer, Turn
 
 _logger = logging.getLogger(EVENT_LOGGER_NAME)
-_HOST_OPTIONS = [f.name for f in fields(HostSettings) if f.name not in ("model", "salt", "secret")]
+_HOST_OPTIONS = [f.name for f in fields(HostSettings) if f.repr and f.name != "model"]
 _SAMPLING_OPTIONS = [f.name for f in fields(Sampling)]
 
 

@@ -43,7 +43,7 @@ from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import SHARED_SYSTEM, Layout
 from qkvshare_agents.turn import Answer, Turn
 
-_HOST_FIELDS = [f.name for f in fields(HostSettings) if f.name not in ("salt", "secret")]
+_HOST_FIELDS = [f.name for f in fields(HostSettings) if f.repr]  # the others are secret and come from the environment
 _SAMPLING_FIELDS = [f.name for f in fields(Sampling)]
 _CALL_OPTIONS = ("tools", "tool_choice", "response_format", "agent", "model", *_SAMPLING_FIELDS)
 _PROVIDERS_OPTIONS = ("strict", "parallel_tool_calls", "stream", "ls_structured_output_format")  # change nothing here
