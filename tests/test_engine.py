@@ -3,10 +3,13 @@
 Also run against the oldest supported transformers (see .ci/run), so only `support` and the core are used here.
 """
 
+import re
+
 import pytest
 import torch
+import transformers
 from support import tiny_engine, tiny_model, tiny_tokenizer
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from qkvshare_agents import page
 from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
@@ -149,15 +152,17 @@ REFUSED = [
     (
         "recurrent_gemma",
         {"block_types": ["recurrent", "attention"], "attention_window_size": 24},
-        "continues differently",
+        "continues differently|keeps no",
     ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "overrides", "reason"), REFUSED)
 def test_what_can_not_be_handed_over_is_replayed_as_text(kind: str, overrides: dict, reason: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     engine = tiny_engine(kind, **overrides)
-    assert engine.refusal is not None and reason in engine.refusal
+    assert engine.refusal is not None and re.search(reason, engine.refusal)
     ids, run = ids_of_length(150), engine.begin(None)
     engine.feed(run, ids[:100])
     engine.feed(run, ids[100:140])
