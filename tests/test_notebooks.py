@@ -28,7 +28,4 @@ def test_the_notebook_beside_it_is_the_source_with_outputs(source: Path) -> None
     assert [c.source for c in ours.cells] == [c.source for c in shown.cells], "run `make notebooks`"
     outputs = [output for cell in shown.cells for output in cell.get("outputs", [])]
     assert outputs and not [o for o in outputs if o.output_type == "error"]
-    assert (
-        "/root/" not in source.with_suffix(".ipynb").read_text()
-        and "/home/" not in source.with_suffix(".ipynb").read_text()
-    )
+    assert not [o for o in outputs if o.get("name") == "stderr"], "warnings, with paths of the machine that made it"
