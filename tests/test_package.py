@@ -162,7 +162,7 @@ def drop_pages() -> None:
     del got
     gc.collect()
     assert kept.nbytes == 8_388_608
-    assert resident_bytes() - before < 20_000_000
+    assert resident_bytes() - before < held / 2  # the two blocks that the page lies in, and noise
 
 
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=12))
