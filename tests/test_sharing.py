@@ -210,7 +210,7 @@ def test_packages_of_others_can_not_name_endless_parts(folder: Path) -> None:
         package.ids,
         tuple(type(s)(s.tokens, s.key, s.sealed, None) if s.sealed else s for s in package.steps),
         package.fingerprint,
-        package.shape,
+        package.groups,
         metadata={"parts": " ".join(["../../etc/passwd", "*", key, *(f"{i:032x}" for i in range(10_000))])[:60_000]},
     )
     ShmTransport().delete(key)
