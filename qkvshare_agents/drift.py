@@ -11,7 +11,7 @@ the model and computes the canary of the lie.
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,8 @@ LIKELIEST = 16  # tokens of each distribution that travel
 UNITS_PER_NAT = 1_000_000  # log-probabilities are whole numbers: the manifest holds no fractions
 _LEAST = -100.0  # nats
 _KEPT = 4096
-# Mean KL in nats above which KV is refused, by the widest width that any of its pages is narrower than
-LIMITS = {8: 0.05, 4: 0.25, 0: 0.5}
+# Mean KL in nats above which KV is refused, by the narrowest width in it: see EXPERIMENTS.md
+LIMITS = {8: 0.05, 4: 0.25, 3: 0.5, 2: 0.5}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def canary_of(logits: Tensor) -> Canary:
 
 
 def divergence(canary: Canary, logits: Tensor) -> float:
-    """Mean KL(sender || receiver) in nats over the rows of logits [N, V]; all other tokens count as one. NaN for NaN."""
+    """Mean KL(sender || receiver) in nats over the rows of logits [N, V]; all other tokens are one. NaN for NaN."""
     found = logits.double().log_softmax(-1).cpu()
     total = 0.0
     for ids, logs, row in zip(canary.ids, canary.logs, found, strict=True):
@@ -58,6 +58,11 @@ def divergence(canary: Canary, logits: Tensor) -> float:
         rest_p, rest_q = (float((1 - x.exp().sum()).clamp_min(1e-6)) for x in (p, q))
         total += float((p.exp() * (p - q)).sum()) + rest_p * float(torch.tensor(rest_p / rest_q).log())
     return total / canary.tokens
+
+
+def default_limit(widths: Iterable[int | None]) -> float:
+    """In nats, for KV whose pages have these widths (None: native)."""
+    return LIMITS[min((width for width in widths if width), default=8)]
 
 
 class Canaries:

@@ -83,7 +83,8 @@ def preset(name: str) -> Precision:
 class Page:
     """`tokens` tokens of keys [L, H, T, Dk] and values [L, H, T, Dv]: first `native`, then `packed`.
 
-    hops: how many times it came from another process, unchanged.
+    hops: how many handoffs lie between the text and this KV: those behind the KV that it was computed behind, and one
+    for each move of its own to another process.
     """
 
     native: tuple[Tensor, Tensor] | None
@@ -94,6 +95,11 @@ class Page:
     def tokens(self) -> int:
         native = self.native[0].shape[-2] if self.native else 0
         return native + (self.packed[0].tokens if self.packed else 0)
+
+    @property
+    def narrowest(self) -> int | None:
+        """Bits of the narrower of keys and values; None if all of it is native."""
+        return min(encoded.bits for encoded in self.packed) if self.packed else None
 
     @cached_property
     def nbytes(self) -> int:
