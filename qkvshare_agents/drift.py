@@ -1,29 +1,35 @@
-"""Whether handed-over KV still says what its sender's said: canaries.
+"""Whether handed-over KV says what its sender's said: canaries.
 
-A canary is what the sender's model expected next behind its last few tokens, under the cache that it continued with.
-The receiver reads these tokens again behind the KV that came, all in one forward, and compares. One position would not
-do: where the text itself leaves no choice, a wrong cache gives the right answer, too.
+A canary is what the sender's model expects next behind each of a few last tokens, read behind the very pages that it
+sends. The receiver reads these tokens again behind the pages that came, all in one forward, and compares. Both
+decode the same bytes, so that right KV agrees up to rounding, however few bits it has, and everything else shows:
+another position, layer, text or model, or damage. One token would not do: where the text leaves no choice, a wrong
+cache gives the right answer, too.
 
-A canary finds faults: another position, layer or model, damage, KV too coarse. It can't find a lie by someone who has
-the model and computes the canary of the lie.
+At the sender the same forward shows whether the pages are too coarse: it is compared with what the turn that computed
+the KV expected, behind its native cache.
+
+A canary finds faults. It can't find a lie by someone who has the model and computes the canary of the lie.
 """
 
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-WATCHED = 8  # tokens whose distributions are compared
+WATCHED = 4  # tokens whose distributions are compared
 LIKELIEST = 16  # tokens of each distribution that travel
 UNITS_PER_NAT = 1_000_000  # log-probabilities are whole numbers: the manifest holds no fractions
+# How far KV may be off its canary, in nats per token: rounding differs from machine to machine, in 16 bits by more
+LIMIT, LIMIT_16_BIT = 1e-5, 2e-2
+COARSE = 0.5  # nats per token by which packed KV may be off native KV before it leaves
+LIMITS_MIXED = {8: 5e-3, 4: 0.1, 3: COARSE, 2: COARSE}
 _LEAST = -100.0  # nats
 _KEPT = 4096
-# Mean KL in nats above which KV is refused, by the narrowest width in it: see EXPERIMENTS.md
-LIMITS = {8: 0.05, 4: 0.25, 3: 0.5, 2: 0.5}
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,9 @@ class Canary:
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    def last(self, tokens: int) -> "Canary":
+        return Canary(self.ids[-tokens:], self.logs[-tokens:])
 
 
 def canary_of(logits: Tensor) -> Canary:
@@ -60,13 +69,17 @@ def divergence(canary: Canary, logits: Tensor) -> float:
     return total / canary.tokens
 
 
-def default_limit(widths: Iterable[int | None]) -> float:
-    """In nats, for KV whose pages have these widths (None: native)."""
-    return LIMITS[min((width for width in widths if width), default=8)]
+def default_limit(dtype: torch.dtype, widths: Collection[int] = ()) -> float:
+    """In nats per token, for a model of this dtype.
+
+    widths: of all pages, if some are the receiver's own: these have other rounding errors than the sender's.
+    """
+    exact = LIMIT if dtype == torch.float32 else LIMIT_16_BIT
+    return max(exact, LIMITS_MIXED[min(widths)]) if widths else exact
 
 
 class Canaries:
-    """Canaries by the ids that they stand behind; the oldest go. Thread-safe."""
+    """What turns expected, by the ids that they ended with; the oldest go. Thread-safe."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, Canary] = OrderedDict()

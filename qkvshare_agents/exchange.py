@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING
@@ -51,9 +51,11 @@ class Exchange:
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         covered = settled[: sum(step.tokens for step in steps)]
-        if wider:
-            steps = _widened(host, covered, max(step.page.hops for step in steps if step.page))
-        canary = _canary(host, covered)
+        pages = [page for page, _ in host.store.match(covered, turn.access.readers).runs]
+        canary, nats = _canary(host, covered, pages)
+        if wider or not nats <= host.settings.coarse_limit:  # NaN, too
+            steps, pages = _widened(host, covered, max(page.hops for page in pages), nats)
+            canary, _ = _canary(host, covered, pages)
         assert engine.shape is not None
         shape = (engine.shape.layers, engine.shape.heads, engine.shape.key_dim, engine.shape.value_dim)
         ledger = _spoken(prompt, turn.messages, host.ledger)
@@ -66,10 +68,9 @@ class Exchange:
             return Arrival((reason,))
         assert engine.shape is not None
         steps = [_on(engine.shape.device, step) for step in package.steps]
-        runs, whole = host.store.lineup(package.ids, steps), package.covered_tokens
+        (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
         came = sum(tokens for _, tokens in runs)
-        new = any(page is step.page for (page, _), step in zip(runs, steps, strict=False))
-        heard = _listen(host, package, runs) if new and came == whole else Arrival()
+        heard = _listen(host, package, runs, steps) if new and came == whole else Arrival()
         if heard.reasons:
             return heard
         for text, start, stop in package.ledger:
@@ -80,8 +81,8 @@ class Exchange:
         stored = host.store.graft(package.ids, steps, owners)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
-        if package.canary:
-            host.canaries.keep(package.ids[: package.covered_tokens], package.canary)
+        if package.canary:  # whoever forwards it compares with what the first sender said
+            host.canaries.keep(package.ids[:whole], package.canary)
         return heard
 
     def _repeated(self, package: Package) -> str | None:
@@ -120,36 +121,37 @@ def _mismatch(host: "Host", package: Package) -> str | None:
     return None
 
 
-def _canary(host: "Host", ids: tuple[int, ...]) -> Canary:
-    """What was expected behind `ids` when they were last computed; else of a forward behind their pages."""
-    count = min(WATCHED, len(ids))
-    known = host.canaries.find(ids)
-    if known and known.tokens >= count:
-        return known
-    return canary_of(host.runner.expected(host.store.match(ids).runs, ids, count))
+def _canary(host: "Host", ids: tuple[int, ...], pages: Sequence[Page]) -> tuple[Canary, float]:
+    """What is expected behind `pages`; how far, in nats, that is off what the turn that computed their KV expected."""
+    count, tokens = min(WATCHED, len(ids)), [page.tokens for page in pages]
+    tokens[-1] -= sum(tokens) - len(ids)
+    logits = host.runner.expected(zip(pages, tokens, strict=True), ids, count, apart=True)
+    turn = host.canaries.find(ids)
+    return canary_of(logits), divergence(turn.last(count), logits) if turn and turn.tokens >= count else 0.0
 
 
-def _widened(host: "Host", ids: tuple[int, ...], hops: int) -> tuple[Step, ...]:
+def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[tuple[Step, ...], list[Page]]:
     """The KV of `ids` again, from the native cache that their turn left behind. Raises PackageError if it is gone."""
     kv, precision = host.runner.native(ids), host.precision
     if kv is None or precision.key_bits is None or precision.value_bits is None:
-        raise PackageError(
-            f"nothing wider is left: {'another turn ran since' if kv is None else 'it is stored as it was'}"
-        )
+        why = "it is stored as it was computed" if kv else "another turn ran since"
+        raise PackageError(f"KV that is {nats:.2g} nats off can't be had in more bits: {why}")
     narrow = min(precision.key_bits, precision.value_bits) < 8
     wider = replace(precision, key_bits=8, value_bits=8) if narrow else PRESETS["native"]
     steps: list[Step] = []
+    pages: list[Page] = []
     key = host.store.root_key
     for start in range(0, len(ids), precision.page_size):
         part = ids[start : start + precision.page_size]
         key, full = chained_key(key, part), len(part) == precision.page_size
         spans = kv.span(start, start + len(part))
         page = seal(*spans, wider, starts_sequence=start == 0) if full else keep_native(*spans)
-        steps.append(Step(len(part), key, full, replace(page, hops=hops)))
-    return tuple(steps)
+        pages.append(replace(page, hops=hops))
+        steps.append(Step(len(part), key, full, pages[-1]))
+    return tuple(steps), pages
 
 
-def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]]) -> Arrival:
+def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
     """Whether the KV in `runs` says what its sender's said."""
     limit, canary, ids = host.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
     if limit == inf:
@@ -160,18 +162,21 @@ def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]]) -> Arr
         return Arrival(("the package's canary has token ids that the model has not",))
     started = time.perf_counter()
     nats = divergence(canary, host.runner.expected(runs, ids, canary.tokens))
-    ms, limit = (time.perf_counter() - started) * 1000, limit or default_limit(page.narrowest for page, _ in runs)
+    ms = (time.perf_counter() - started) * 1000
     heard = Arrival((), canary_nats=nats if isfinite(nats) else None, canary_ms=ms)
+    own = [page for (page, _), step in zip(runs, steps, strict=True) if page is not step.page]
+    limit = limit or default_limit(host.engine.model.dtype, _widths([page for page, _ in runs]) if own else ())
     if nats <= limit:  # False for NaN
         return heard
-    return replace(
-        heard,
-        reasons=(
-            f"KV of another process is not used: it is {nats:.2g} nats off its canary (limit {limit:g}), so it is "
-            "damaged, too coarse, or of another position, text or model",
-        ),
-        alarmed=True,
+    reason = (
+        f"KV of another process is not used: it is {nats:.2g} nats off its canary (limit {limit:g}), so it is damaged, "
+        "or of another position, text or model"
     )
+    return replace(heard, reasons=(reason,), alarmed=True)
+
+
+def _widths(pages: Sequence[Page]) -> set[int]:
+    return {encoded.bits for page in pages for encoded in page.packed or ()}
 
 
 def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Ledger) -> tuple[tuple[str, int, int], ...]:

@@ -96,11 +96,6 @@ class Page:
         native = self.native[0].shape[-2] if self.native else 0
         return native + (self.packed[0].tokens if self.packed else 0)
 
-    @property
-    def narrowest(self) -> int | None:
-        """Bits of the narrower of keys and values; None if all of it is native."""
-        return min(encoded.bits for encoded in self.packed) if self.packed else None
-
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the storages behind the page: codes, scales, minima, native tokens."""

@@ -38,9 +38,16 @@ class Runner:
         """The working cache if it still has the KV that `ids` were last continued with."""
         return self._kv if self._held[: len(ids)] == tuple(ids) else None
 
-    def expected(self, runs: Iterable[tuple[Page, int]], ids: Sequence[int], count: int) -> Tensor:
-        """Logits [count, V] behind each of the last `count` of `ids`, whose KV `runs` hold: read again behind it."""
-        kv = self._working_cache(len(ids))
+    def expected(
+        self, runs: Iterable[tuple[Page, int]], ids: Sequence[int], count: int, *, apart: bool = False
+    ) -> Tensor:
+        """Logits [count, V] behind each of the last `count` of `ids`, whose KV `runs` hold: read again behind it.
+
+        apart: in a cache of its own, so that the working cache keeps what it has.
+        """
+        shape = self._host.engine.shape
+        assert shape is not None
+        kv = KVCache(shape) if apart else self._working_cache(len(ids))
         kv.load(runs)
         kv.crop(len(ids) - count)
         return self._host.engine.logits(kv, ids[-count:], count)

@@ -52,20 +52,21 @@ class SharedPageStore(PageStore):
             start += step.tokens
         return True
 
-    def lineup(self, ids: Sequence[int], steps: Sequence[Step]) -> list[tuple[Page, int]]:
-        """What `graft` would have under `ids`: (page, tokens of it) run by run, as far as it would come."""
-        run, start = tuple(ids), 0
+    def lineup(self, ids: Sequence[int], steps: Sequence[Step]) -> tuple[list[tuple[Page, int]], int]:
+        """Pages for `steps`, those that did not travel from here: (page, tokens of it) run by run, as far as they
+        come. And how many of the runs are not stored here."""
+        run, start, new = tuple(ids), 0, 0
         runs: list[tuple[Page, int]] = []
         with self._lock:
             node: Node | None = self._root
             for step in steps:
                 node = _stored(node, run[start : start + step.tokens], step.sealed) if node else None
-                page = node.page if node else step.page
+                page = step.page or (node.page if node else None)
                 if page is None:
                     break
                 runs.append((page, step.tokens))
-                start += step.tokens
-        return runs
+                start, new = start + step.tokens, new + (node is None)
+        return runs, new
 
     def renew(self, ids: Sequence[int], make_page: Callable[[int, int, bool], Page]) -> int:
         """Replace those pages under `ids` that handoffs lie behind; returns how many. make_page: as for `extend`.
