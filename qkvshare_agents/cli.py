@@ -172,6 +172,22 @@ def eval_hops(
         plot.save(hops.picture(result), plot_file)
 
 
+@eval_app.command("canary")
+def eval_canary(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    conversations: Annotated[int, typer.Option(min=1, help="With 8 right and 8 wrong caches each, per preset.")] = 25,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Right and wrong caches, and for how many of each the alarm is raised."""
+    from qkvshare_agents.eval import canary
+
+    result = canary.run(model=model, conversations=conversations)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        canary.show(result)
+
+
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],
