@@ -175,7 +175,7 @@ def eval_hops(
 @eval_app.command("canary")
 def eval_canary(
     model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
-    conversations: Annotated[int, typer.Option(min=1, help="With 8 right and 8 wrong caches each, per preset.")] = 25,
+    conversations: Annotated[int, typer.Option(min=1, help="With 16 right and 16 wrong caches each, per preset.")] = 13,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Right and wrong caches, and for how many of each the alarm is raised."""

@@ -28,7 +28,9 @@ from qkvshare_agents.template import Ids
 from qkvshare_agents.transcript import SHARED_SYSTEM
 
 _TRIED = ("safe", "default")
-_ENDS = (0, 4, 8, 12)  # tokens before the end of the answer where right KV is handed over, too
+# How many tokens before the end of the answer KV is handed over; each right one comes to two receivers
+_RIGHT_ENDS, _WRONG_ENDS = (0, 2, 4, 6, 8, 10, 12, 14), (0, 8)
+FAINT = ("a bit in 0.1 % of bytes", "one layer of one page")  # damage that may move nothing: not counted as wrong
 KV = tuple[Tensor, Tensor]
 
 
@@ -94,11 +96,12 @@ class _Lab:
 
 @torch.inference_mode()
 def run(
-    *, model: str = "smollm2-135m", engine: Engine | None = None, conversations: int = 25, answer_tokens: int = 32
+    *, model: str = "smollm2-135m", engine: Engine | None = None, conversations: int = 13, answer_tokens: int = 32
 ) -> dict[str, Any]:
     """{"header", "rows"}: per preset and kind of cache, how many were tried, how many raised the alarm, and the least
-    and most nats they were off. Eight right and eight wrong ones of each conversation and preset; `coarse` compares
-    the right ones with native KV, as the sender does. Raises InvalidSetting for a model that can't hand KV over.
+    and most nats they were off. Of each conversation and preset 16 right ones and 16 wrong ones of eight kinds.
+    Besides, `coarse` compares right ones with native KV, as the sender does, and the kinds in FAINT are damage that may
+    be too small to matter. Raises InvalidSetting for a model that can't hand KV over.
     """
     engine = engine or Engine.load(model)
     started, lab = time.perf_counter(), _Lab(engine, seed=0)
@@ -110,15 +113,16 @@ def run(
         wrong = _wrong(lab, case, before) if before else {}
         for name in _TRIED if before else ():
             precision = settle(PRESETS[name], engine)
-            pages = _pages(case.kv, precision)
-            canary = canary_of(lab.expected(pages, case.ids))
-            found.setdefault((name, "coarse"), []).append(
-                divergence(case.canary.last(WATCHED), lab.expected(pages, case.ids))
-            )
+            logits = lab.expected(_pages(case.kv, precision), case.ids)
+            found.setdefault((name, "coarse"), []).append(divergence(case.canary.last(WATCHED), logits))
             found.setdefault((name, "right"), []).extend(_right(lab, case, precision))
-            for kind, make in wrong.items():
-                nats = divergence(canary, lab.expected(make(precision, pages), case.ids))
-                found.setdefault((name, kind), []).append(nats)
+            for end in _WRONG_ENDS:
+                ids = case.ids[: len(case.ids) - end]
+                pages = _pages(case.kv, precision, len(ids))
+                canary = canary_of(lab.expected(pages, ids))
+                caches = {kind: _pages(kv, precision, len(ids)) for kind, kv in wrong.items()} | _damaged(lab, pages)
+                for kind, cache in caches.items():
+                    found.setdefault((name, kind), []).append(divergence(canary, lab.expected(cache, ids)))
         before = case
     rows = [
         {
@@ -143,43 +147,46 @@ def run(
 
 def _right(lab: _Lab, case: _Case, precision: Precision) -> Iterator[float]:
     """Nats by which the receiver is off, at several ends of the conversation, computed in two other ways."""
-    for end in _ENDS:
+    for end in _RIGHT_ENDS:
         ids = case.ids[: len(case.ids) - end]
-        keys, values = (part[:, :, : len(ids)] for part in case.kv)
-        pages = _pages((keys, values), precision)
+        pages = _pages(case.kv, precision, len(ids))
         canary = canary_of(lab.expected(pages, ids))
         for other_way in (_one_thread, _eager):
             with other_way(lab.engine):
                 yield divergence(canary, lab.expected(pages, ids))
 
 
-def _wrong(lab: _Lab, case: _Case, other: _Case) -> dict[str, Callable[[Precision, list[Page]], list[Page]]]:
-    """Eight ways to have the wrong KV for `case`: from a precision and the right pages to wrong ones."""
+def _wrong(lab: _Lab, case: _Case, other: _Case) -> dict[str, KV]:
+    """The wrong native KV for `case` in six ways."""
     keys, values = case.kv
     later = lab.read((case.ids[0], *case.ids))
-    models = {name: lab.read(case.ids, engine) for name, engine in lab.models.items()}
     at = lab.random.randrange(len(keys) - 1) if len(keys) > 1 else 0
     order = [*range(at), at + 1, at, *range(at + 2, len(keys))] if len(keys) > 1 else [0]
     shared = min(len(other.ids), len(case.ids))
-    foreign = tuple(torch.cat([a[:, :, :shared], b[:, :, shared:]], 2) for a, b in zip(other.kv, case.kv, strict=True))
-
-    def packed(kv: KV) -> Callable[[Precision, list[Page]], list[Page]]:
-        return lambda precision, _: _pages(kv, precision)
-
+    foreign = [torch.cat([a[:, :, :shared], b[:, :, shared:]], 2) for a, b in zip(other.kv, case.kv, strict=True)]
     return {
-        "positions one later": packed((later[0][:, :, 1:], later[1][:, :, 1:])),
-        "tokens one later": packed((keys.roll(-1, 2), values.roll(-1, 2))),
-        "layers swapped": packed((keys[order], values[order])),
-        "another conversation": packed((foreign[0], foreign[1])),
-        "tuned model (2 % noise)": packed(models["tuned"]),
-        "pruned model (10 %)": packed(models["pruned"]),
-        "a bit in 0.1 % of bytes": lambda _, pages: [_flipped(page, 1e-3) for page in pages],
-        "one layer of one page": lambda _, pages: _one_layer(lab, pages),
+        "positions one later": (later[0][:, :, 1:], later[1][:, :, 1:]),
+        "tokens one later": (keys.roll(-1, 2), values.roll(-1, 2)),
+        "layers swapped": (keys[order], values[order]),
+        "another conversation": (foreign[0], foreign[1]),
+        "tuned model (2 % noise)": lab.read(case.ids, lab.models["tuned"]),
+        "pruned model (10 %)": lab.read(case.ids, lab.models["pruned"]),
     }
 
 
-def _pages(kv: KV, precision: Precision) -> list[Page]:
-    keys, values = kv
+def _damaged(lab: _Lab, pages: list[Page]) -> dict[str, list[Page]]:
+    """`pages` with wrong codes: two ways that count, and those in FAINT."""
+    return {
+        "a bit in 1 % of bytes": [_flipped(page, 1e-2) for page in pages],
+        "one page of noise": _noise(lab, pages, one_layer=False),
+        FAINT[0]: [_flipped(page, 1e-3) for page in pages],
+        FAINT[1]: _noise(lab, pages, one_layer=True),
+    }
+
+
+def _pages(kv: KV, precision: Precision, tokens: int | None = None) -> list[Page]:
+    """The first `tokens` tokens (all) as a host stores them."""
+    keys, values = (part[:, :, :tokens] for part in kv)
     size, tokens = precision.page_size, keys.shape[2]
     spans = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
     return [
@@ -202,14 +209,14 @@ def _flipped(page: Page, share: float) -> Page:
     return Page(page.native, (packed[0], packed[1]), page.hops)
 
 
-def _one_layer(lab: _Lab, pages: list[Page]) -> list[Page]:
-    """The values' codes of one layer of one page are noise."""
+def _noise(lab: _Lab, pages: list[Page], *, one_layer: bool) -> list[Page]:
+    """The codes of the values of one page are noise, in all layers or in one."""
     index = lab.random.choice([i for i, page in enumerate(pages) if page.packed])
     page = pages[index]
     assert page.packed
     keys, values = page.packed
-    codes = values.codes.clone()
-    codes[lab.random.randrange(len(codes))].random_(0, 256)
+    codes, layer = values.codes.clone(), lab.random.randrange(len(values.codes))
+    (codes[layer] if one_layer else codes).random_(0, 256)
     changed = Page(page.native, (keys, replace(values, codes=codes)), page.hops)
     return [*pages[:index], changed, *pages[index + 1 :]]
 
