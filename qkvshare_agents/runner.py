@@ -183,8 +183,8 @@ class Runner:
             return ()
 
         def make_page(first: int, stop: int, sealed: bool) -> Page:
-            spans, precision = kv.span(first, stop), self._host.precision
-            page = seal(*spans, precision, starts_sequence=first == 0) if sealed else keep_native(*spans)
+            span, precision = kv.span(first, stop), self._host.precision
+            page = seal(span, precision, starts_sequence=first == 0) if sealed else keep_native(span)
             return replace(page, hops=start.hops)
 
         fed = tuple(ids[: start.run.tokens])  # the last token of an answer that hit its limit was not fed
