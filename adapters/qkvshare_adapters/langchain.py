@@ -80,6 +80,9 @@ class ChatQKVShare(BaseChatModel):
     system: str = SHARED_SYSTEM
     handoff: bool = True
     measure_replay: bool = False
+    canary_limit: float | None = None
+    coarse_limit: float = HostSettings.coarse_limit
+    refresh_every: int = 0
 
     temperature: float = 0.0
     top_p: float = 1.0
