@@ -21,10 +21,10 @@ class HostSettings:
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
-    every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per
-    token (default: by the model's dtype, see `drift`; inf: not compared). coarse_limit: how far packed KV may be off
-    native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the text
-    (0: never).
+    every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per token
+    (default: by the model's dtype, see `drift`; inf: not compared, and sent without). coarse_limit: how far packed KV
+    may be off native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the
+    text (0: never).
     """
 
     model: str

@@ -7,7 +7,8 @@ from dataclasses import replace
 import packages
 import pytest
 import torch
-from support import tiny_engine
+from scripted import ScriptedHost
+from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents import manifest, package
 from qkvshare_agents.courier import Courier
@@ -21,7 +22,9 @@ from qkvshare_agents.drift import (
     default_limit,
     divergence,
 )
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, PackageError
+from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Page, Part
@@ -277,6 +280,7 @@ def test_the_limit_can_be_set_and_switched_off() -> None:
     assert host().take(carried(wrong)).alarmed
     assert host(canary_limit=100.0).take(carried(wrong)).reasons == ()
     assert host(canary_limit=math.inf).take(carried(wrong)) == Arrival()
+    assert sent(canary_limit=math.inf)[2].canary is None
     for name in ("canary_limit", "coarse_limit"):
         for limit in (0.0, -1.0, math.nan):
             with pytest.raises(InvalidSetting, match=name):
@@ -465,6 +469,20 @@ def test_refreshed_kv_is_that_of_text_replay() -> None:
     assert kvs[0][0].shape == kvs[1][0].shape
     for mine, theirs in zip(*kvs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba"])
+def test_refresh_reads_recurrent_state_anew(family: str) -> None:
+    engine = Engine(families.tiny_model(family), tiny_tokenizer())
+    one = ScriptedHost(lambda prompt: f"Answer {len(prompt)}, in some words.", engine=engine, refresh_every=2)
+    for name in NAMES:
+        one.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    messages = [TASK]
+    for index in range(5):
+        messages = say(one, NAMES[index % 2], messages)
+    assert one.modes == ["TEXT", "KV", "KV", "TEXT", "KV"], [r.reasons for r in one.reports]
+    assert [report.hops for report in one.reports] == [0, 1, 2, 0, 1]
+    one.assert_exact()
 
 
 def test_a_branch_of_refreshed_pages_is_refreshed_once() -> None:
