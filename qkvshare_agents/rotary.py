@@ -105,11 +105,11 @@ def measure(engine: Engine) -> Rotary:
         if isinstance(found, str):
             return Rotary(refusal=f"keys of {engine.config.model_type} can't be moved: {found}")
         layers.append(found)
-    # Without an argument for positions, nothing but the index tells them, and what was read before differs above layer 0
+    # Without an argument for positions the token stands behind others, and only in layer 0 is its KV its own
     return Rotary(tuple(layers) if engine.takes_positions else (layers[0],) * engine.shape.layers)
 
 
-def _turn_of(engine: Engine, alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | None | str:
+def _turn_of(engine: Engine, alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
     """The rotation that leads from (keys, values) [H, 1, D] at the first position to those at the others."""
     (keys, values), tolerance = alone[0], _TOLERANCE.get(alone[0][0].dtype, _COARSE)
 

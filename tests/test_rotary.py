@@ -72,7 +72,7 @@ def assert_moves_exactly(engine: Engine, by: int = MOVED_BY) -> Rotary:
 
 @pytest.mark.parametrize("family", TURNED)
 def test_moved_keys_are_those_of_the_new_positions_in_every_layer(family: str) -> None:
-    """A text that is read at other positions behind nothing has the same hidden states, so all layers can be compared."""
+    """A text read at other positions behind nothing has the same hidden states: all layers can be compared."""
     assert_moves_exactly(engine_of(family))
 
 
@@ -175,7 +175,7 @@ def test_a_norm_behind_the_rotation_is_refused() -> None:
 def test_a_token_moves_alone_and_the_others_stay() -> None:
     engine = engine_of("llama")
     found, kv = rotary.measure(engine), read_at(engine, 0, IDS)
-    keys, values = kv.span(0, len(IDS))
+    keys = kv.span(0, len(IDS))[0]
     before = keys.clone()
     old = list(range(len(IDS)))
     old[-1] = 500
