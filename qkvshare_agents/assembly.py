@@ -1,10 +1,10 @@
 """KV of a prompt that is put together from what is stored, and what is read behind it.
 
-A prompt that does not fit into the context continues from the stored KV of most of its tokens, without the dropped ones:
-the pages stay as they are, and their keys are moved while they are imported. What is read behind that has seen tokens
+A prompt that does not fit into the context continues from the stored KV of most of its tokens, without the dropped
+ones: pages stay as they are, and their keys are moved while they are imported. What is read behind that has seen tokens
 that are gone, or keys from another conversation: it is an approximation, and never stored under the ids alone. Its
-*mark* is added to each id, so that no other prompt finds it. An assembly is looked up by all ids that it stands for, the
-dropped ones included, compared id by id.
+*mark* is added to each id, so that no other prompt finds it. An assembly is looked up by all ids that it stands for,
+the dropped ones included, compared id by id.
 """
 
 import itertools
@@ -26,8 +26,8 @@ _MARK = 1 << 32  # above every token id
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `kept` of a stored path: number x of the path was computed at position x + shift, and is number x + at of the
-    prompt."""
+    """Tokens `kept` of a stored path: number x of the path was computed at position x + shift, and is number x + at of
+    the prompt."""
 
     path: Ids
     kept: Spans
@@ -127,7 +127,9 @@ class Assemblies:
         return [source for assembly in known if (source := assembly.found(self.store, ids, readers))]
 
 
-def bring(store: PageStore, pieces: Sequence[Piece], kv: KVCache, readers: Readers | None) -> tuple[list[int], list[Page]]:
+def bring(
+    store: PageStore, pieces: Sequence[Piece], kv: KVCache, readers: Readers | None
+) -> tuple[list[int], list[Page]]:
     """Append the pieces to `kv`; returns the positions at which their tokens were computed, and the pages opened."""
     positions: list[int] = []
     pages: list[Page] = []

@@ -51,18 +51,17 @@ def cut_head(total: int, header: int, sinks: int, starts: Iterable[int], room: R
     total: tokens of the prompt, header: of its system text. starts: where later turns begin. Raises ContextOverflow if
     the context is too small for anything.
     """
-    first = _front(header, sinks, room)
-    lacking = room.lacks(total)
+    first, lacking = _front(header, sinks, room), room.lacks(total)
+    if not lacking:
+        return already
     stop = first + -(-lacking // room.step) * room.step
-    stop = next((start for start in sorted(starts) if stop <= start < stop + room.step), stop)
+    stop = next((start for start in sorted(starts) if stop <= start < min(stop + room.step, total)), stop)
     if total - stop < 1 or total - (stop - first) > room.prompt:
         raise ContextOverflow(f"a context of {room.context} tokens holds no part of a prompt of {total}")
-    return joined([*already, (first, stop)]) if stop > first else already
+    return joined([*already, (first, stop)])
 
 
-def cut_least(
-    total: int, header: int, sinks: int, mass: Sequence[float], room: Room, already: Spans = ()
-) -> Spans:
+def cut_least(total: int, header: int, sinks: int, mass: Sequence[float], room: Room, already: Spans = ()) -> Spans:
     """Drop the tokens that received least attention; header and newest tokens stay (H2O, arXiv 2306.14048).
 
     mass: attention that the prompt's leading tokens received; tokens beyond it stay.

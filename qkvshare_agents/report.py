@@ -31,6 +31,7 @@ class HandoffReport:
     package that came before the turn; 0 within a process, where a handoff is a reference. quantize_ms: sealing what
     this turn added.
     replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for.
+    dropped_tokens: of the conversation, which did not fit into the context; prompt_tokens are without them.
     """
 
     agent: str
@@ -48,6 +49,7 @@ class HandoffReport:
     quantize_ms: float
     total_ms: float
     replay_first_token_ms: float | None = None
+    dropped_tokens: int = 0
 
     @property
     def prefilled_tokens(self) -> int:

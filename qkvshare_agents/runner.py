@@ -1,17 +1,23 @@
 """Answers one turn: plans what it continues from, imports that, reads the rest, generates, keeps the KV."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from qkvshare_agents.access import Access
-from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow
+from qkvshare_agents.assembly import Assemblies, bring
+from qkvshare_agents.encoder import Ids
+from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, QKVShareError
+from qkvshare_agents.fitter import Fitted, fit, whole
+from qkvshare_agents.fitting import room_for
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
-from qkvshare_agents.planner import Mode, plan
+from qkvshare_agents.page_store import NO_MATCH
+from qkvshare_agents.planner import Mode, Plan, plan
 from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.rotary import move
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt, ledger_keys
@@ -29,19 +35,15 @@ class Runner:
     def __init__(self, host: "Host") -> None:
         self._host = host
         self._kv: KVCache | None = None
+        self._made: Assemblies | None = None
 
     def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         engine = self._host.engine  # loading is no part of the turn
         started = time.perf_counter()
-        prompt = self._host.prompt(turn)
-        room = engine.context_tokens - len(prompt.ids)
-        if room < 1:
-            who = turn.speaker.label or "an agent"
-            raise ContextOverflow(
-                f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
-            )
+        fitted = self._fit(turn, self._host.prompt(turn))
+        prompt, room = fitted.prompt, self._host.context_tokens - fitted.tokens
         longest = min(turn.sampling.max_tokens or room, room)
-        start = self._begin(prompt, longest, turn.access)
+        start = self._begin(prompt, longest, turn.access) if fitted.source is None else self._assemble(fitted, turn)
         reused = start.plan.reused_tokens
         logits = self._read(start, prompt, cancelled)
         speech = Speech(engine, turn, longest, on_text)
@@ -56,17 +58,18 @@ class Runner:
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
         noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
+        reasons = (*turn.arrival.reasons, *fitted.reasons, *start.plan.reasons, *noticed)
+        reasons += self._keep(start, (*prompt.ids, *speech.ids))
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
             self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
         report = HandoffReport(
             agent=turn.speaker.name,
-            source=prompt.last_answerer(reused),
-            mode=start.plan.mode,
+            source=prompt.last_answerer(start.covered),
+            mode=Mode.PARTIAL if fitted.dropped_tokens and start.plan.mode is Mode.KV else start.plan.mode,
             reasons=reasons,
-            prompt_tokens=len(prompt.ids),
+            prompt_tokens=fitted.tokens,
             reused_tokens=reused,
             generated_tokens=len(speech.ids),
             payload_bytes=start.payload_bytes,
@@ -76,21 +79,76 @@ class Runner:
             first_token_ms=first_ms,
             quantize_ms=quantize_ms,
             total_ms=total_ms,
-            replay_first_token_ms=self._replay_ms(prompt) if self._host.settings.measure_replay else None,
+            replay_first_token_ms=self._replay_ms(whole(fitted)) if self._host.settings.measure_replay else None,
+            dropped_tokens=fitted.dropped_tokens,
         )
         self._host.reports.append(report)
-        handle = start.store.address((*prompt.ids, *speech.ids)) if start.store else ""
-        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report, handle)
+        handle = start.store.address(start.path((*prompt.ids, *speech.ids))) if start.store else ""
+        return Answer(text, thought, calls, speech.finish_reason, fitted.tokens, len(speech.ids), report, handle)
+
+    def _fit(self, turn: Turn, prompt: Prompt) -> Fitted:
+        """Raises ContextOverflow if the prompt does not fit and must not be changed."""
+        host, context = self._host, self._host.context_tokens
+        if host.settings.fit == "error":
+            if len(prompt.ids) >= context:
+                who = turn.speaker.label or "an agent"
+                raise ContextOverflow(
+                    f"context length exceeded: {len(prompt.ids)} tokens and one to come > {context} ({who})"
+                )
+            return Fitted(prompt)
+        room = room_for(context, turn.sampling.max_tokens)
+        if not room.lacks(len(prompt.ids)):
+            return Fitted(prompt)
+        assemblies = None if self._refusal(context) else self._assemblies
+        sinks, readers = host.precision.num_sink_tokens, turn.access.readers
+        return fit(prompt, room, sinks=sinks, assemblies=assemblies, readers=readers, immovable=host.rotary.refusal)
+
+    @property
+    def _assemblies(self) -> Assemblies:
+        store = self._host.store
+        if self._made is None or self._made.store is not store:
+            self._made = Assemblies(store)
+        return self._made
+
+    def _refusal(self, total: int) -> str | None:
+        """Why KV can't be handed over in a turn that may come to `total` tokens."""
+        engine = self._host.engine
+        if not self._host.settings.handoff:
+            return "handoff is switched off (handoff=False)"
+        if engine.kv_limit_tokens and total > engine.kv_limit_tokens:
+            return f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
+        return engine.refusal or (None if engine.shape else "the model's KV has no shape that can be stored")
+
+    def _assemble(self, fitted: Fitted, turn: Turn) -> Start:
+        """Put the pieces that the turn continues from into the working cache, and move their keys."""
+        store, source = self._host.store, fitted.source
+        assert source is not None
+        importing = time.perf_counter()
+        kv = self._working_cache(fitted.tokens + _RESERVED_TOKENS)
+        positions, pages = bring(store, source.pieces, kv, turn.access.readers)
+        if len(positions) != source.tokens:
+            raise QKVShareError(f"only {len(positions)} of {source.tokens} tokens of stored KV are left")
+        move(self._host.rotary, kv, positions)
+        decision = Plan(Mode.PARTIAL, kv.tokens, ())
+        run = self._host.engine.begin(kv)
+        return Start(
+            run, decision, NO_MATCH, store, turn.access.owners, _ms_since(importing), assembly=fitted.assembly,
+            covered=source.covered, pages=tuple(pages),
+        )  # fmt: skip
+
+    def _working_cache(self, tokens: int) -> KVCache:
+        """Emptied, with room for `tokens`."""
+        shape = self._host.engine.shape
+        assert shape is not None
+        if self._kv is None or self._kv.shape != shape:
+            self._kv = KVCache(shape)
+        self._kv.clear(tokens)
+        return self._kv
 
     def _begin(self, prompt: Prompt, longest: int, access: Access) -> Start:
         """Plan the turn and put the KV that it reuses into the working cache."""
-        engine, total = self._host.engine, len(prompt.ids) + longest
-        refusal = engine.refusal
-        if not self._host.settings.handoff:
-            refusal = "handoff is switched off (handoff=False)"
-        elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
-            refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
-        if refusal or engine.shape is None:
+        engine = self._host.engine
+        if refusal := self._refusal(len(prompt.ids) + longest):
             return Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
         store = self._host.store
         ids = prompt.ids[:-1]  # one token must be run in any case
@@ -108,17 +166,15 @@ class Runner:
             stateless_tokens=found - match.tokens,
         )
         importing = time.perf_counter()
-        if self._kv is None or self._kv.shape != engine.shape:
-            self._kv = KVCache(engine.shape)
-        self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
-        self._kv.load(match.runs)
-        self._kv.state = state
-        run = engine.begin(self._kv)
-        return Start(run, decision, match, store, access.owners, _ms_since(importing), state)
+        kv = self._working_cache(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
+        kv.load(match.runs)
+        kv.state = state
+        run, import_ms = engine.begin(kv), _ms_since(importing)
+        return Start(run, decision, match, store, access.owners, import_ms, state, covered=match.tokens)
 
     def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
         """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
-        engine, position = self._host.engine, start.plan.reused_tokens
+        engine, position = self._host.engine, start.covered
         stops = [len(prompt.ids)]
         if engine.has_state and start.store and position < prompt.settled:
             stops.insert(0, prompt.settled)
@@ -133,22 +189,27 @@ class Runner:
                 start.snapshots[stop] = state
             position = stop
 
-    def _keep(self, start: Start, ids: Sequence[int]) -> tuple[str, ...]:
+    def _keep(self, start: Start, ids: Ids) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:
             return ()
 
-        def make_page(first: int, stop: int, sealed: bool) -> Page:
-            spans = kv.span(first, stop)
-            return seal(*spans, self._host.precision, starts_sequence=first == 0) if sealed else keep_native(*spans)
+        behind = start.assembly.tokens if start.assembly else 0
 
-        fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
+        def make_page(first: int, stop: int, sealed: bool) -> Page:
+            spans, starts = kv.span(behind + first, behind + stop), behind + first == 0
+            return seal(*spans, self._host.precision, starts_sequence=starts) if sealed else keep_native(*spans)
+
+        # the last token of an answer that hit its limit was not fed
+        fed = start.path(ids)[: start.run.tokens - behind]
         try:
             sealed_tokens = len(fed) - self._host.precision.residual_length
             store.extend(fed, self._host.precision.page_size, sealed_tokens, make_page, start.owners)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
+        if start.assembly:
+            self._assemblies.keep(start.assembly)
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state
         for tokens, snapshot in start.snapshots.items():

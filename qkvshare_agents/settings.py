@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
 from qkvshare_agents.integrity import check_secret
 from qkvshare_agents.page import preset
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
@@ -19,6 +20,12 @@ class HostSettings:
     secret: signs packages for other processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
+    context_tokens: use less than the model's context (None: all of it). fit: what becomes of a prompt that does not
+    fit into it together with its answer: `drop_head` drops what follows the system text, `drop_least_attended` the
+    tokens that received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
+    ContextOverflow.
+    splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt; an
+    approximation, of which the first `recompute_tokens` tokens of each such text are computed anew.
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
     every turn.
     """
@@ -37,6 +44,10 @@ class HostSettings:
     share: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SHARE", ""), repr=False)
     handoff: bool = True
     measure_replay: bool = False
+    context_tokens: int | None = None
+    fit: Fit = "drop_head"
+    splice: bool = False
+    recompute_tokens: int = 16
 
     def __post_init__(self) -> None:
         preset(self.precision)
@@ -45,3 +56,11 @@ class HostSettings:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
         if self.budget_bytes < 0:
             raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
+        if self.fit not in FITS:
+            raise InvalidSetting(f"no fit {self.fit!r}; choose from {', '.join(FITS)}")
+        if self.splice and self.layout != "stock":
+            raise InvalidSetting('splice is for layout="stock"; in the relay layout, the prompts of all agents are one')
+        if self.recompute_tokens < 0:
+            raise InvalidSetting(f"recompute_tokens must not be negative: {self.recompute_tokens}")
+        if self.context_tokens is not None and self.context_tokens < SHORTEST_CONTEXT:
+            raise InvalidSetting(f"context_tokens must be at least {SHORTEST_CONTEXT}, not {self.context_tokens}")
