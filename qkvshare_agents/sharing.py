@@ -9,19 +9,17 @@ import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from qkvshare_agents.courier import Courier
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError
 from qkvshare_agents.host import Host
-from qkvshare_agents.package import LIFETIME_MS, Package
+from qkvshare_agents.package import Package
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.transcript import Message, Prompt
-from qkvshare_agents.transport.interface import Transport
+from qkvshare_agents.transport.interface import DEADLINE_MS, Transport
 from qkvshare_agents.transport.shm import ShmTransport
 from qkvshare_agents.turn import Answer, Turn
 
@@ -53,26 +51,22 @@ def open_transport(address: str) -> Transport:
 class SharingHost(Host):
     """A Host on a transport. What can't be moved is no error: the turn reads the text, and its report says why.
 
-    Publishing happens after a turn, on a thread of its own. Raises InvalidSetting for a transport that others can
-    reach when there is no secret.
+    An answer is published before it is returned, so that whoever hears of it finds its KV. Raises InvalidSetting for a
+    transport that others can reach when there is no secret. deadline_ms: of each call on the transport.
     """
+
+    deadline_ms = DEADLINE_MS
 
     def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
         super().__init__(settings, engine)
         self._transport = open_transport(settings.share)
-        self._courier = Courier(self, self._transport)
-        self._outbox = ThreadPoolExecutor(1, thread_name_prefix="qkvshare-outbox")
+        self._courier = Courier(self, self._transport, deadline_ms=self.deadline_ms)
         self._holders: OrderedDict[bytes, _Holder] = OrderedDict()  # by content address of the page
         self._known: OrderedDict[str, None] = OrderedDict()  # keys of packages that this process made or took
         self._paused_until = 0.0
 
-    def flush(self) -> None:
-        """Wait until what was answered is published."""
-        self._outbox.submit(lambda: None).result()
-
     def close(self) -> None:
         super().close()
-        self._outbox.shutdown(wait=True)
         self._transport.close()
 
     def _run(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
@@ -92,7 +86,7 @@ class SharingHost(Host):
         if time.monotonic() < self._paused_until:
             return Arrival((f"{self._transport.name} failed moments ago, so KV of other processes is not looked for",))
         try:
-            if self._transport.missing([key]):
+            if self._transport.missing([key], deadline_ms=self.deadline_ms):
                 return turn.arrival
         except TransportError as error:
             self._paused_until = time.monotonic() + _PAUSE_S
@@ -102,7 +96,9 @@ class SharingHost(Host):
         for package, arrival in self._with_parts(key):
             reasons, ms, nbytes = arrival.reasons, ms + arrival.transfer_ms, nbytes + arrival.moved_bytes
             if package:
-                reasons = self.adopt(package, self._owners(turn, package))
+                owners = self._owners(turn, package)
+                hidden = turn.access.readers is not None and not owners
+                reasons = (turn.access.reason,) if hidden else self.adopt(package, owners)
         return Arrival(reasons, ms, nbytes)
 
     def _with_parts(self, key: str) -> Iterator[tuple[Package | None, Arrival]]:
@@ -122,7 +118,9 @@ class SharingHost(Host):
         said = Message("assistant", answer.text, turn.speaker.name if turn.speaker.label else "")
         following = replace(turn, messages=(*turn.messages, said))
         key, now = self._key(_settled(self.prompt(following))), time.monotonic()
-        if key in self._known:
+        known = key in self._known
+        self._remember(key, None)  # what was said here is not looked for elsewhere
+        if known or now < self._paused_until:
             return
         held = {address: h.key for address, h in self._holders.items() if h.until > now}
         try:
@@ -134,23 +132,24 @@ class SharingHost(Host):
             return  # nothing is stored of it, or KV of this model can't be moved: the turn's report said so
         owners = " ".join(self._named(owner) for owner in turn.access.owners)
         package = replace(package, metadata={_PARTS: " ".join(parts), _OWNERS: owners})
+        try:
+            new = bool(
+                self._transport.missing([key], deadline_ms=self.deadline_ms)
+            )  # else another process came to the same answer
+        except TransportError:
+            new = True
+        if new and not (sent := self._courier.post(package, key)).key:
+            if not sent.held_back:
+                self._paused_until = time.monotonic() + _PAUSE_S
+            return
         self._remember(key, package)
-        self._outbox.submit(self._post, key, package)
-
-    def _post(self, key: str, package: Package) -> None:
-        with suppress(TransportError):
-            if not self._transport.missing([key]):
-                return  # another process came to the same answer
-        if not self._courier.post(package, key).key:  # not published: what builds on it must bring the pages
-            for step in package.steps:
-                self._holders.pop(step.key, None)
 
     def _remember(self, key: str, package: Package | None) -> None:
         self._known[key] = None
-        until = time.monotonic() + LIFETIME_MS / 2000
-        for step in package.steps if package else ():
-            if step.sealed and step.page is not None:
-                self._holders[step.key] = _Holder(key, until)
+        if package:
+            until = time.monotonic() + (package.expires_ms / 1000 - time.time()) / 2
+            travelled = (step for step in package.steps if step.sealed and step.page is not None)
+            self._holders.update((step.key, _Holder(key, until)) for step in travelled)
         for remembered in (self._known, self._holders):
             while len(remembered) > _REMEMBERED:
                 remembered.popitem(last=False)
