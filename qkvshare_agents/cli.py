@@ -147,6 +147,26 @@ def eval_fidelity(
         plot.draw(result, plot_file)
 
 
+@eval_app.command("fitting")
+def eval_fitting(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 2048,
+    keep: Annotated[int, typer.Option(min=64, help="Of them those that stay.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="Texts, in turn prose, code and chat.")] = 6,
+    positions: Annotated[int, typer.Option(min=1, help="Predicted tokens behind each.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Ways to drop half of a full context: next-token KL to keeping everything."""
+    from qkvshare_agents.eval import fitting
+
+    result = fitting.run(model=model, tokens=tokens, keep=keep, samples=samples, positions=positions)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        title = f"{model}: {keep} of {tokens} tokens kept"
+        fitting.show(result, title, ("method", "mean_kl", "top1", "positions", "read_tokens", "ms"))
+
+
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],

@@ -154,12 +154,13 @@ class Engine:
         return 1 if self._replay == "steps" and run.tokens else count
 
     @torch.inference_mode()
-    def logits(self, kv: KVCache, ids: Sequence[int], count: int) -> Tensor:
+    def logits(self, kv: KVCache, ids: Sequence[int], count: int, gap: int = 0) -> Tensor:
         """Logits [count, V] in float32 behind each of the last `count` of `ids`, read behind `kv` and then forgotten.
 
-        One forward for all of `ids`: for measurements, where the ids are known beforehand.
+        One forward for all of `ids`: for measurements, where the ids are known beforehand. gap: positions between.
         """
         before, run = kv.tokens, self.begin(kv)
+        run.tokens += gap
         try:
             if self._replay == "chunks" or not before:
                 return self._read(run, ids, count)

@@ -24,8 +24,8 @@ class HostSettings:
     fit into it together with its answer: `drop_head` drops what follows the system text, `drop_least_attended` the
     tokens that received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
     ContextOverflow.
-    splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt; an
-    approximation, of which the first `recompute_tokens` tokens of each such text are computed anew.
+    splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt.
+    An approximation; the first `recompute_tokens` of such a text are computed anew.
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
     every turn.
     """

@@ -14,10 +14,10 @@ RANKS = {
     "turn": 5, "rotation": 6, "speech": 6, "payload": 1, "memory": 1, "integrity": 1, "container": 2, "manifest": 3,
     "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 7, "inspection": 6, "exchange": 6,
     "host": 8, "courier": 9, "sharing": 10, "registry": 11, "eval": 12, "cli": 13,
-    "fitting": 1, "assembly": 5, "rotary": 6, "fitter": 6,
+    "fitting": 1, "attention": 1, "assembly": 5, "rotary": 6, "fitter": 6,
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
-KNOW_TRANSFORMERS = {"engine", "configuration", "layers", "models", "eval", "fingerprint"}
+KNOW_TRANSFORMERS = {"engine", "configuration", "layers", "models", "eval", "fingerprint", "attention"}
 
 
 def imports(path: Path) -> list[str]:
