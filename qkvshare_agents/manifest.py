@@ -1,6 +1,7 @@
 """What a package says about itself, and the one table of tensors that follows from it (FORMAT.md)."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
@@ -8,6 +9,7 @@ from typing import Any
 
 from qkvshare_agents import codec, container
 from qkvshare_agents.container import Shape
+from qkvshare_agents.drift import UNITS_PER_NAT, Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.integrity import ALGORITHMS
@@ -17,6 +19,7 @@ MAX_RUNS = 2**14
 MAX_TOKENS = 2**24
 MAX_RUN_TOKENS = 2**16
 MAX_WIDTH = 2**16  # layers, heads, head size
+MAX_CANARY_ROWS, MAX_CANARY_TOKENS, MAX_VOCABULARY = 64, 256, 2**31
 _NATIVE_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -59,6 +62,7 @@ class Manifest:
 
     ledger: (text, start, stop): what a member said, and which ids it is. shape: (L, H, Dk, Dv) of every page.
     dtype: of native tokens. ids_digest: of the tensor `ids`, in hex. signed: whether the MAC needs the secret.
+    canary: what the sender's model expected behind the last tokens that the runs cover.
     """
 
     id: str
@@ -75,6 +79,7 @@ class Manifest:
     algorithm: str
     ids_digest: str
     signed: bool
+    canary: Canary | None
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
@@ -138,12 +143,14 @@ def read(text: str) -> Manifest:
     if len(shape) != 4:
         raise PackageError("shape must be layers, heads, key size and value size")
     runs = tuple(_run(entry, shape) for entry in _list(m["runs"], MAX_RUNS, "runs"))
-    if sum(run.tokens for run in runs) > tokens:
+    covered = sum(run.tokens for run in runs)
+    if covered > tokens:
         raise PackageError(f"the runs cover more than the {tokens} token ids")
     if any(not run.sealed for run in runs[:-1]):
         raise PackageError("a run that is not sealed can only be the last")
     ledger = tuple(_spoken(entry, tokens) for entry in _list(m["ledger"], MAX_RUNS, "ledger"))
-    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), "shape": shape, "runs": runs, "ledger": ledger})
+    read = {"fingerprint": Fingerprint(**aspects), "shape": shape, "runs": runs, "ledger": ledger}
+    return Manifest(**{**m, **read, "canary": _canary(m["canary"], covered)})
 
 
 def _run(entry: Any, shape: tuple[int, ...]) -> Run:
@@ -181,6 +188,28 @@ def _spoken(entry: Any, tokens: int) -> tuple[str, int, int]:
     text, start, stop = _exactly(_list(entry, 3, "ledger entry"), 3)
     _whole(start, 0, tokens - 1, "ledger start")
     return _string(text, "ledger text"), start, _whole(stop, start + 1, tokens, "ledger stop")
+
+
+def _canary(entry: Any, covered: int) -> Canary | None:
+    if entry is None:
+        return None
+    c = _fields(entry, Canary, "canary")
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    both = zip(*(_list(c[name], MAX_CANARY_ROWS, f"canary.{name}") for name in ("ids", "logs")), strict=False)
+    for row in both:
+        ids, logs = (_list(part, MAX_CANARY_TOKENS, "canary row") for part in row)
+        rows.append(
+            (
+                tuple(_whole(i, 0, MAX_VOCABULARY - 1, "canary id") for i in ids),
+                tuple(_whole(log, -100 * UNITS_PER_NAT, 0, "canary log-probability") for log in logs),
+            )
+        )
+        total = sum(math.exp(log / UNITS_PER_NAT) for log in rows[-1][1])
+        if not len(set(ids)) == len(ids) == len(logs) > 0 or sorted(logs, reverse=True) != logs or total > 1.001:
+            raise PackageError("a canary row needs different ids, with log-probabilities of a distribution, descending")
+    if not 1 <= len(rows) == len(c["ids"]) == len(c["logs"]) <= covered:
+        raise PackageError(f"a canary needs at least one row and at most one for each of the {covered} tokens")
+    return Canary(tuple(ids for ids, _ in rows), tuple(logs for _, logs in rows))
 
 
 def _fields(entry: Any, kind: type, what: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from qkvshare_agents import container, integrity, manifest
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.container import Contents, Entry
+from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.manifest import FORMAT, VERSION, Manifest, PageHead, Plane, Run
@@ -51,6 +52,7 @@ class Package:
 
     ledger: (text, start, stop): what a member said is ids[start:stop]. shape: (L, H, Dk, Dv). handoff: the
     instruction that goes with it. metadata: free strings, e.g. turn, goal, summary. expires_ms: Unix time.
+    canary: what the sender's model expected behind the last covered tokens.
     """
 
     ids: tuple[int, ...]
@@ -63,6 +65,7 @@ class Package:
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created_ms: int = field(default_factory=lambda: int(time.time() * 1000))
     expires_ms: int = field(default_factory=lambda: int(time.time() * 1000) + LIFETIME_MS)
+    canary: Canary | None = None
 
     @property
     def covered_tokens(self) -> int:
@@ -98,6 +101,7 @@ class Package:
             algorithm=algorithm,
             ids_digest=integrity.digest(algorithm, [ids]).hex(),
             signed=bool(secret),
+            canary=self.canary,
         )
         metadata = {"format": FORMAT, "version": VERSION, "manifest": described.to_text()}
         head = container.write_head(container.place(described.tensors()), metadata)
@@ -163,7 +167,7 @@ def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Pa
     )
     return Package(
         ids, steps, described.fingerprint, described.shape, described.ledger, described.handoff, described.metadata,
-        described.id, described.created_ms, described.expires_ms,
+        described.id, described.created_ms, described.expires_ms, described.canary,
     )  # fmt: skip
 
 

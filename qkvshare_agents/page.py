@@ -83,7 +83,8 @@ def preset(name: str) -> Precision:
 class Page:
     """`tokens` tokens of keys [L, H, T, Dk] and values [L, H, T, Dv]: first `native`, then `packed`.
 
-    hops: how many times it came from another process, unchanged.
+    hops: how many handoffs lie between the text and this KV: those behind the KV that it was computed behind, and one
+    for each move of its own to another process.
     """
 
     native: tuple[Tensor, Tensor] | None

@@ -9,13 +9,15 @@ its KV may differ by the rotation only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from qkvshare_agents.engine import Engine
 
 _POSITIONS = (3, 977)  # besides 0: the layout is found at one and verified at the other
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of the largest value; 16 bits round the angles' cosines, too
@@ -88,7 +90,7 @@ class Rotary:
         return "; ".join(sorted(kinds))
 
 
-def measure(engine: Engine) -> Rotary:
+def measure(engine: "Engine") -> Rotary:
     """Find the rotation of every layer from one token at three positions. Three forwards of one token."""
     if engine.refusal or engine.shape is None:
         return Rotary(refusal=engine.refusal or "the model's KV has no shape")
@@ -109,7 +111,7 @@ def measure(engine: Engine) -> Rotary:
     return Rotary(tuple(layers) if engine.takes_positions else (layers[0],) * engine.shape.layers)
 
 
-def _turn_of(engine: Engine, alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
+def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
     """The rotation that leads from (keys, values) [H, 1, D] at the first position to those at the others."""
     (keys, values), tolerance = alone[0], _TOLERANCE.get(alone[0][0].dtype, _COARSE)
 
