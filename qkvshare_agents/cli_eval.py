@@ -57,7 +57,7 @@ def eval_fitting(
         typer.echo(json.dumps(result, indent=2))
     else:
         title = f"{model}: {keep} of {tokens} tokens kept"
-        fitting.show(result, title, ("method", "mean_kl", "top1", "positions", "read_tokens", "ms"))
+        fitting.show(result, title, ("method", "mean_kl", "median_text_kl", "top1", "positions", "read_tokens", "ms"))
 
 
 @eval_app.command("hops")

@@ -30,6 +30,7 @@ _SINKS = 4
 @dataclass
 class _Seen:
     kl: list[float] = field(default_factory=list)
+    texts: list[float] = field(default_factory=list)
     agrees: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
@@ -58,9 +59,9 @@ def run(
 ) -> dict[str, Any]:
     """Of each sample (prose, code, chat) `tokens` tokens are cached, `keep` of them stay: {"header", "rows"}.
 
-    Rows: `method`; over `positions` forced tokens behind each, mean_kl in nats and top1 against the whole cache;
-    positions in all; read_tokens that have to be read anew and ms to have the cache (medians). Raises InvalidSetting
-    for a model whose KV can't be moved or sizes that make no sense.
+    Rows: `method`; over `positions` forced tokens behind each text, mean_kl in nats and top1 against the whole cache,
+    text_kl of each text and their median; positions in all; read_tokens that have to be read anew and ms to have the
+    cache (medians). Raises InvalidSetting for a model whose KV can't be moved or sizes that make no sense.
     """
     engine = engine or Engine.load(model)
     turns = rotary.measure(engine)
@@ -86,12 +87,16 @@ def run(
             found.ms.append((time.perf_counter() - started) * 1000)
             found.read.append(read)
             got = _logits(engine, kv, rest, offset)
-            found.kl += kl_divergences(expected, got).tolist()
+            divergences = kl_divergences(expected, got).tolist()
+            found.kl += divergences
+            found.texts.append(statistics.fmean(divergences))
             found.agrees += (expected.argmax(-1) == got.argmax(-1)).tolist()
     rows = [
         {
             "method": name,
             "mean_kl": statistics.fmean(found.kl),
+            "median_text_kl": statistics.median(found.texts),
+            "text_kl": found.texts,
             "top1": statistics.fmean(found.agrees),
             "positions": len(found.kl),
             "read_tokens": round(statistics.median(found.read)),
