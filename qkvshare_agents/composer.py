@@ -37,10 +37,15 @@ class Composer:
 
     @property
     def assemblies(self) -> Assemblies:
+        self._forget_others()
+        assert self._made is not None
+        return self._made
+
+    def _forget_others(self) -> None:
+        """What was remembered of another store's KV: the model's weights were changed."""
         store = self._host.store
         if self._made is None or self._made.store is not store:
             self._made, self._sequences, self._attended = Assemblies(store), Sequences(), Attended()
-        return self._made
 
     def fit(self, turn: Turn, prompt: Prompt, refusal: str | None) -> Fitted:
         """What `turn` continues from if that is not simply the longest stored prefix of its prompt.
@@ -136,6 +141,7 @@ class Composer:
 
     def keep(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> None:
         """Remember a turn whose KV is in the store now. ids: of its prompt and answer, as far as they were fed."""
+        self._forget_others()
         assembly = start.assembly or Assembly()
         if start.assembly:
             self.assemblies.keep(start.assembly)

@@ -22,6 +22,7 @@ from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start
+from qkvshare_agents.summary import Summaries
 from qkvshare_agents.transcript import Prompt, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
 
@@ -38,6 +39,7 @@ class Runner:
         self._host = host
         self._kv: KVCache | None = None
         self._composer = Composer(host)
+        self._summaries = Summaries(host)
         self._held: tuple[int, ...] = ()  # the ids whose KV the working cache still has, as the last turn used it
 
     def native(self, ids: Sequence[int]) -> KVCache | None:
@@ -61,6 +63,8 @@ class Runner:
     def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         engine = self._host.engine  # loading is no part of the turn
         started = time.perf_counter()
+        summed = self._summaries.shorten(turn, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
+        turn = summed.turn
         fitted = self._composer.fit(turn, self._host.prompt(turn), self._refusal(self._host.context_tokens))
         prompt, room = fitted.prompt, self._host.context_tokens - fitted.tokens
         longest = min(turn.sampling.max_tokens or room, room)
@@ -85,7 +89,8 @@ class Runner:
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
         noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = (*turn.arrival.reasons, *fitted.reasons, *start.plan.reasons, *noticed)
+        reasons = (*turn.arrival.reasons, *summed.reasons, *fitted.reasons, *start.plan.reasons, *noticed)
+        dropped_tokens = summed.dropped_tokens + fitted.dropped_tokens
         reasons += self._keep(start, (*prompt.ids, *speech.ids), prompt, turn)
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
@@ -95,7 +100,7 @@ class Runner:
         report = HandoffReport(
             agent=turn.speaker.name,
             source=prompt.last_answerer(start.covered),
-            mode=Mode.PARTIAL if fitted.dropped_tokens and start.plan.mode is Mode.KV else start.plan.mode,
+            mode=Mode.PARTIAL if dropped_tokens and start.plan.mode is Mode.KV else start.plan.mode,
             reasons=reasons,
             prompt_tokens=fitted.tokens,
             reused_tokens=reused,
@@ -109,7 +114,7 @@ class Runner:
             total_ms=total_ms,
             replay_first_token_ms=replay_ms,
             replay_kl=None if fitted.dropped_tokens else replay_kl,
-            dropped_tokens=fitted.dropped_tokens,
+            dropped_tokens=dropped_tokens,
             hops=start.hops,
             canary_nats=turn.arrival.canary_nats,
             canary_ms=turn.arrival.canary_ms,
