@@ -40,26 +40,6 @@ def eval_fidelity(
         plot.draw(result, plot_file)
 
 
-@eval_app.command("fitting")
-def eval_fitting(
-    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
-    tokens: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 2048,
-    keep: Annotated[int, typer.Option(min=64, help="Of them those that stay.")] = 1024,
-    samples: Annotated[int, typer.Option(min=1, help="Texts, in turn prose, code and chat.")] = 6,
-    positions: Annotated[int, typer.Option(min=1, help="Predicted tokens behind each.")] = 128,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
-) -> None:
-    """Ways to drop half of a full context: next-token KL to keeping everything."""
-    from qkvshare_agents.eval import fitting
-
-    result = fitting.run(model=model, tokens=tokens, keep=keep, samples=samples, positions=positions)
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-    else:
-        title = f"{model}: {keep} of {tokens} tokens kept"
-        fitting.show(result, title, ("method", "mean_kl", "median_text_kl", "top1", "positions", "read_tokens", "ms"))
-
-
 @eval_app.command("hops")
 def eval_hops(
     model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
@@ -88,7 +68,7 @@ def eval_hops(
 @eval_app.command("canary")
 def eval_canary(
     model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
-    conversations: Annotated[int, typer.Option(min=1, help="With 8 right and 8 wrong caches each, per preset.")] = 25,
+    conversations: Annotated[int, typer.Option(min=1, help="With 16 right and 16 wrong caches each, per preset.")] = 13,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Right and wrong caches, and for how many of each the alarm is raised."""
@@ -99,3 +79,23 @@ def eval_canary(
         typer.echo(json.dumps(result, indent=2))
     else:
         canary.show(result)
+
+
+@eval_app.command("fitting")
+def eval_fitting(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 2048,
+    keep: Annotated[int, typer.Option(min=64, help="Of them those that stay.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="Texts, in turn prose, code and chat.")] = 6,
+    positions: Annotated[int, typer.Option(min=1, help="Predicted tokens behind each.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Ways to drop half of a full context: next-token KL to keeping everything."""
+    from qkvshare_agents.eval import fitting
+
+    result = fitting.run(model=model, tokens=tokens, keep=keep, samples=samples, positions=positions)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        title = f"{model}: {keep} of {tokens} tokens kept"
+        fitting.show(result, title, ("method", "mean_kl", "median_text_kl", "top1", "positions", "read_tokens", "ms"))

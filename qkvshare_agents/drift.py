@@ -25,7 +25,7 @@ WATCHED = 4  # tokens whose distributions are compared
 LIKELIEST = 16  # tokens of each distribution that travel
 UNITS_PER_NAT = 1_000_000  # log-probabilities are whole numbers: the manifest holds no fractions
 # How far KV may be off its canary, in nats per token: rounding differs from machine to machine, in 16 bits by more
-LIMIT, LIMIT_16_BIT = 1e-5, 2e-2
+LIMIT, LIMIT_16_BIT = 1e-6, 5e-3
 COARSE = 0.5  # nats per token by which packed KV may be off native KV before it leaves
 LIMITS_MIXED = {8: 5e-3, 4: 0.1, 3: COARSE, 2: COARSE}
 _LEAST = -100.0  # nats

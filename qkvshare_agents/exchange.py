@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, device
 
-from qkvshare_agents.codec import Encoded
 from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import PRESETS, Page, keep_native, seal
+from qkvshare_agents.page import PRESETS, Page, Part, keep_native, seal
 from qkvshare_agents.page_store import chained_key
 from qkvshare_agents.report import Arrival
+from qkvshare_agents.span import in_words
 from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.turn import Turn
 
@@ -57,9 +57,9 @@ class Exchange:
             steps, pages = _widened(host, covered, max(page.hops for page in pages), nats)
             canary, _ = _canary(host, covered, pages)
         assert engine.shape is not None
-        shape = (engine.shape.layers, engine.shape.heads, engine.shape.key_dim, engine.shape.value_dim)
         ledger = _spoken(prompt, turn.messages, host.ledger)
-        return Package(settled, steps, engine.fingerprint, shape, ledger, handoff, metadata, canary=canary)
+        groups = engine.shape.groups
+        return Package(settled, steps, engine.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
@@ -108,9 +108,11 @@ def _mismatch(host: "Host", package: Package) -> str | None:
     assert shape is not None
     if differences := package.fingerprint.differences(engine.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
-    ours = (shape.layers, shape.heads, shape.key_dim, shape.value_dim)
-    if package.shape != ours:
-        return f"the package has KV of shape {package.shape}, this model {ours}"
+    if package.groups != shape.groups:
+        return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
+    held = (sum(len(part.layers) for part in step.page.keys) for step in package.steps if step.page)
+    if any(layers != shape.layers for layers in held):
+        return "the package has pages without the KV of all layers"
     vocabulary = engine.model.get_input_embeddings().num_embeddings
     if max(package.ids) >= vocabulary:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
@@ -133,19 +135,20 @@ def _canary(host: "Host", ids: tuple[int, ...], pages: Sequence[Page]) -> tuple[
 def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[tuple[Step, ...], list[Page]]:
     """The KV of `ids` again, from the native cache that their turn left behind. Raises PackageError if it is gone."""
     kv, precision = host.runner.native(ids), host.precision
-    if kv is None or precision.key_bits is None or precision.value_bits is None:
+    if kv is None or precision.is_native:
         why = "it is stored as it was computed" if kv else "another turn ran since"
         raise PackageError(f"KV that is {nats:.2g} nats off can't be had in more bits: {why}")
-    narrow = min(precision.key_bits, precision.value_bits) < 8
-    wider = replace(precision, key_bits=8, value_bits=8) if narrow else PRESETS["native"]
+    widths = {bits for pair in precision.widths or ((precision.key_bits, precision.value_bits),) for bits in pair}
+    narrow = any(bits and bits < 8 for bits in widths)
+    wider = replace(precision, key_bits=8, value_bits=8, widths=None) if narrow else PRESETS["native"]
     steps: list[Step] = []
     pages: list[Page] = []
     key = host.store.root_key
     for start in range(0, len(ids), precision.page_size):
         part = ids[start : start + precision.page_size]
         key, full = chained_key(key, part), len(part) == precision.page_size
-        spans = kv.span(start, start + len(part))
-        page = seal(*spans, wider, starts_sequence=start == 0) if full else keep_native(*spans)
+        span = kv.span(start, start + len(part))
+        page = seal(span, wider, starts_sequence=start == 0) if full else keep_native(span)
         pages.append(replace(page, hops=hops))
         steps.append(Step(len(part), key, full, pages[-1]))
     return tuple(steps), pages
@@ -176,7 +179,7 @@ def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]], steps:
 
 
 def _widths(pages: Sequence[Page]) -> set[int]:
-    return {encoded.bits for page in pages for encoded in page.packed or ()}
+    return {part.packed.bits for page in pages for part in page.parts if part.packed}
 
 
 def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Ledger) -> tuple[tuple[str, int, int], ...]:
@@ -197,11 +200,13 @@ def _on(where: device, step: Step) -> Step:
     page = step.page
     if page is None or where.type == "cpu":
         return step
-    native = (page.native[0].to(where), page.native[1].to(where)) if page.native else None
-    packed = (_moved(page.packed[0], where), _moved(page.packed[1], where)) if page.packed else None
-    return replace(step, page=Page(native, packed, page.hops))
+    keys, values = (tuple(_moved(part, where) for part in parts) for parts in (page.keys, page.values))
+    return replace(step, page=replace(page, keys=keys, values=values))
 
 
-def _moved(encoded: Encoded, where: device) -> Encoded:
-    minimum: Tensor | None = encoded.minimum.to(where) if encoded.minimum is not None else None
-    return replace(encoded, codes=encoded.codes.to(where), scale=encoded.scale.to(where), minimum=minimum)
+def _moved(part: Part, where: device) -> Part:
+    native, packed = part.native, part.packed
+    if packed:
+        minimum: Tensor | None = packed.minimum.to(where) if packed.minimum is not None else None
+        packed = replace(packed, codes=packed.codes.to(where), scale=packed.scale.to(where), minimum=minimum)
+    return Part(part.layers, None if native is None else native.to(where), packed)

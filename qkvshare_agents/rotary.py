@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.span import Span
 
 if TYPE_CHECKING:
     from qkvshare_agents.engine import Engine
@@ -66,16 +67,21 @@ class Rotary:
     layers: tuple[Turn | None, ...] = ()
     refusal: str | None = None
 
-    def move(self, keys: Tensor, values: Tensor, old: Sequence[int], new: Sequence[int]) -> None:
-        """Turn keys [L, H, T, Dk] and values [L, H, T, Dv] that were computed at positions `old` in place, so that they
-        are those of the positions `new`."""
-        was, becomes = (torch.tensor(list(p), device=keys.device) for p in (old, new))
-        if torch.equal(was, becomes):
+    def move(self, span: Span, old: Sequence[int], new: Sequence[int]) -> None:
+        """Turn the keys of tokens that were computed at positions `old` in place, so that they are those of `new`."""
+        if list(old) == list(new):
             return
-        angles = {turn: turn.angles(was, becomes) for turn in set(self.layers) if turn}
-        for layer, turn in enumerate(self.layers):
-            if turn:
-                turn.apply((keys if turn.part == "keys" else values)[layer], angles[turn])
+        for block in span.blocks:
+            was, becomes = (torch.tensor(list(p), device=block.keys.device) for p in (old, new))
+            turns = [self.layers[layer] for layer in block.layers]
+            for turn in {turn for turn in turns if turn}:
+                part, angles = block.keys if turn.part == "keys" else block.values, turn.angles(was, becomes)
+                rows = [row for row, other in enumerate(turns) if other == turn]
+                if len(rows) == len(turns):  # one call for all layers takes a fraction of the time
+                    turn.apply(part, angles)
+                else:
+                    for row in rows:
+                        turn.apply(part[row], angles)
 
     def describe(self) -> str:
         """For people: what is turned, by layer kind."""
@@ -99,10 +105,9 @@ def measure(engine: "Engine") -> Rotary:
     limit = min(engine.context_tokens, engine.kv_limit_tokens or engine.context_tokens)
     positions = [0, *(min(p, limit - 2 + i) for i, p in enumerate(_POSITIONS))]
     caches = [engine.read_alone(position) for position in positions]
-    spans = [kv.span(kv.tokens - 1, kv.tokens) for kv in caches]
     layers: list[Turn | None] = []
     for layer in range(engine.shape.layers if engine.takes_positions else 1):
-        alone = [(keys[layer], values[layer]) for keys, values in spans]
+        alone = [(keys[:, -1:], values[:, -1:]) for keys, values in (kv.layer(layer) for kv in caches)]
         found = _turn_of(engine, alone, positions)
         if isinstance(found, str):
             return Rotary(refusal=f"keys of {engine.config.model_type} can't be moved: {found}")
@@ -149,4 +154,4 @@ def move(rotary: Rotary, kv: KVCache, old: Sequence[int]) -> None:
     """Move all tokens of `kv`, which were computed at positions `old`, to where they stand."""
     first = next((i for i, position in enumerate(old) if position != i), len(old))
     if first < len(old):
-        rotary.move(*kv.span(first, len(old)), old[first:], range(first, len(old)))
+        rotary.move(kv.span(first, len(old)), old[first:], range(first, len(old)))

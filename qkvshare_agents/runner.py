@@ -225,8 +225,8 @@ class Runner:
         precision, behind, path = self._host.precision, assembly.tokens, assembly.path(read)
 
         def make_page(first: int, stop: int, sealed: bool) -> Page:
-            spans, begins = kv.span(behind + first, behind + stop), behind + first == 0
-            page = seal(*spans, precision, starts_sequence=begins) if sealed else keep_native(*spans)
+            span, begins = kv.span(behind + first, behind + stop), behind + first == 0
+            page = seal(span, precision, starts_sequence=begins) if sealed else keep_native(span)
             return replace(page, hops=start.hops)
 
         if start.renews and not assembly.mark:

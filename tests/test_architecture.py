@@ -15,6 +15,7 @@ RANKS = {
     "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 8, "inspection": 6, "exchange": 6,
     "host": 9, "courier": 10, "drift": 1, "sharing": 11, "registry": 12, "eval": 13, "cli_eval": 14, "cli": 15,
     "fitting": 1, "attention": 1, "rotary": 4, "assembly": 4, "splice": 5, "fitter": 5, "composer": 7, "summary": 7,
+    "span": 1, "checks": 1,  # what pages and packages are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {"engine", "configuration", "layers", "models", "eval", "fingerprint", "attention"}

@@ -24,7 +24,7 @@ from qkvshare_agents.drift import (
 from qkvshare_agents.errors import InvalidSetting, PackageError
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.package import Package
-from qkvshare_agents.page import Page
+from qkvshare_agents.page import Page, Part
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.sampling import Sampling
@@ -209,10 +209,10 @@ def one_layer_of_one_page(out: Package) -> Package:
     def edit(page: Page) -> Page:
         if page is not out.steps[0].page:
             return page
-        keys, values = page.packed
-        codes = values.codes.clone()
+        (values,) = page.values
+        codes = values.packed.codes.clone()
         codes[1] ^= 0xFF
-        return Page(page.native, (keys, replace(values, codes=codes)), page.hops)
+        return replace(page, values=(replace(values, packed=replace(values.packed, codes=codes)),))
 
     return on_pages(out, edit)
 
@@ -231,14 +231,14 @@ def of_another_model(out: Package) -> Package:
 
 
 def _mapped(page: Page, edit) -> Page:
-    native = tuple(edit(t) for t in page.native) if page.native else None
-    packed = None
-    if page.packed:
-        packed = tuple(
-            replace(e, codes=edit(e.codes), scale=edit(e.scale), minimum=None if e.minimum is None else edit(e.minimum))
-            for e in page.packed
-        )
-    return Page(native, packed, page.hops)
+    def part(p: Part) -> Part:
+        if not p.packed:
+            return replace(p, native=edit(p.native))
+        minimum = None if p.packed.minimum is None else edit(p.packed.minimum)
+        packed = replace(p.packed, codes=edit(p.packed.codes), scale=edit(p.packed.scale), minimum=minimum)
+        return Part(p.layers, None if p.native is None else edit(p.native), packed)
+
+    return replace(page, keys=tuple(map(part, page.keys)), values=tuple(map(part, page.values)))
 
 
 LIES = [of_other_text, a_few_tokens_later, layers_swapped, damaged, one_layer_of_one_page, of_another_model]
@@ -349,7 +349,7 @@ def couriers(**settings: object) -> tuple[Courier, Courier, Host, Host]:
 
 
 def bits(runs) -> set[int]:
-    return {encoded.bits for page, _ in runs for encoded in page.packed or ()}
+    return {part.packed.bits for page, _ in runs for part in page.parts if part.packed}
 
 
 def test_kv_that_is_too_coarse_leaves_in_more_bits() -> None:
@@ -401,7 +401,7 @@ def test_a_second_alarm_is_text() -> None:
 def test_wider_pages_of_safe_ones_are_native() -> None:
     a, messages, out = sent(precision="safe")
     wider = carried(a.export(turn("b", *messages), wider=True))
-    assert all(step.page.packed is None for step in wider.steps) and wider.ids == out.ids
+    assert not any(part.packed for step in wider.steps for part in step.page.parts) and wider.ids == out.ids
     assert host().adopt(wider) == ()
     native = host(precision="native")
     with pytest.raises(PackageError, match="as it was computed"):
@@ -461,7 +461,7 @@ def test_refreshed_kv_is_that_of_text_replay() -> None:
     for which in (one, fresh):
         kv = which.runner._working_cache(len(ids))
         kv.load(which.store.match(ids).runs)
-        kvs.append([tensor.clone() for tensor in kv.span(0, kv.tokens)])
+        kvs.append([part.clone() for b in kv.span(0, kv.tokens).blocks for part in (b.keys, b.values)])
     assert kvs[0][0].shape == kvs[1][0].shape
     for mine, theirs in zip(*kvs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2)

@@ -86,11 +86,10 @@ def expected_logits(host: Host, ids: tuple[int, ...], covered: int, dropped: fit
         full = KVCache(engine.shape)
         engine.feed(engine.begin(full), ids[:covered])
         kept = [i for start, stop in without(((0, covered),), dropped) for i in range(start, stop)]
-        keys, values = (part[:, :, kept].clone() for part in full.span(0, covered))
-        rotary.measure(engine).move(keys, values, kept, range(len(kept)))
         kv = KVCache(engine.shape)
         for layer in range(engine.shape.layers):
-            kv.append(layer, keys[layer], values[layer])
+            kv.append(layer, *(part[:, kept] for part in full.layer(layer)))
+        rotary.measure(engine).move(kv.span(0, len(kept)), kept, range(len(kept)))
         return engine.feed(engine.begin(kv), ids[covered:])
 
 

@@ -76,12 +76,12 @@ def test_spliced_kv_is_what_a_replay_of_it_by_hand_gives() -> None:
         engine.feed(engine.begin(other), first)
         source = next(i for i in range(len(first)) if first[i : i + segment] == second[at : at + segment])
         assert abs(source - at) == moved
-        keys, values = (part[:, :, source : source + segment].clone() for part in other.span(0, len(first)))
-        rotary.measure(engine).move(keys, values, range(source, source + segment), range(at, at + segment))
         kv = KVCache(engine.shape)
         engine.feed(engine.begin(kv), second[:at])
         for layer in range(engine.shape.layers):
-            kv.append(layer, keys[layer], values[layer])
+            kv.append(layer, *(part[:, source : source + segment] for part in other.layer(layer)))
+        span, new = kv.span(at, at + segment), range(at, at + segment)
+        rotary.measure(engine).move(span, range(source, source + segment), new)
         expected = engine.feed(engine.begin(kv), second[at + segment :])
     assert (h.engine.said[1] - expected).abs().max() <= 1e-4 * expected.abs().max()
 

@@ -18,6 +18,7 @@ from qkvshare_agents.page import PRESETS, Precision
 from qkvshare_agents.page_store import PageStore
 from qkvshare_agents.rotary import Rotary
 from qkvshare_agents.snapshot import Snapshot
+from qkvshare_agents.span import in_words
 from qkvshare_agents.template import Ids
 
 _SHARED_TOKENS, _OWN_TOKENS, _GAP = 100, 12, 50
@@ -32,8 +33,8 @@ def examine(engine: Engine, *, packed: bool = True) -> dict[str, Any]:
     the widest sliding layer, or 0. reading: "blocks", or "steps" where only token by token is exact. one_token, several
     _tokens: exact behind injected KV. fork: two continuations of one stored cache are both exact. cut: a cache can be
     continued from any token, not only where a turn ended. immovable: why KV can't be moved to other positions (so that
-    what does not fit is cut as text), or None. kl: mean KL in nats of the next token behind pages of every preset, behind KV
-    that was spliced, and "no context".
+    what does not fit is cut as text), or None. kl: mean KL in nats of the next token behind pages of every preset,
+    behind KV that was spliced, and "no context".
     """
     found: dict[str, Any] = {"model": engine.name, "refusal": engine.refusal, **_layers(engine)}
     if engine.refusal or engine.shape is None:
@@ -110,7 +111,7 @@ def _moves(engine: Engine, turns: Rotary, stored: "_Stored", shared: Ids, tail: 
         return None
     kv = stored.open(engine, shared)
     expected = engine.logits(kv, tail, len(tail))
-    turns.move(*kv.span(0, len(shared)), range(len(shared)), range(_GAP, _GAP + len(shared)))
+    turns.move(kv.span(0, len(shared)), range(len(shared)), range(_GAP, _GAP + len(shared)))
     got = engine.logits(kv, tail, len(tail), _GAP)
     if float((got - expected).norm() / expected.norm()) <= _TOLERANCE.get(engine.model.dtype, 5e-2):
         return None
@@ -170,8 +171,7 @@ def show(model: str, engine: Engine, seconds: float) -> None:
     }
     if shape and not found["refusal"]:
         lines |= {
-            "KV": f"{shape.layers} layers x {shape.heads} heads x {shape.key_dim} + {shape.value_dim}, "
-            f"{shape.fp16_bytes(1):,} bytes a token in fp16",
+            "KV": f"{in_words(shape.groups)}, {shape.fp16_bytes(1):,} bytes a token in fp16",
             "reading": "in blocks" if found["reading"] == "blocks" else "token by token behind KV",
             "continue from": "any token" if found["cut"] else "where a turn ended or a cue began",
             "when full": f"text is cut: {found['immovable']}" if found["immovable"] else "KV is cut and moved",

@@ -117,20 +117,20 @@ def _hand_on(
     """Fill `working` with the KV of `ids` as it is after so many hops; `native` has what reading the text gives."""
     at, age, pages, room = len(ids) - (hops - 1) * segment, 0, list[Page](), len(ids) + segment
     working.clear(room)
-    working.load([(keep_native(*native.span(0, at)), at)])
+    working.load([(keep_native(native.span(0, at)), at)])
     for hop in range(hops):
         if hop:
             engine.feed(engine.begin(working), ids[at : at + segment])
             at += segment
         if scheme.refresh_every and age == scheme.refresh_every:
             working.clear(room)
-            working.load([(keep_native(*native.span(0, at)), at)])
+            working.load([(keep_native(native.span(0, at)), at)])
             pages, age = [], 0
         kept = [] if scheme.reencodes else pages
         pages = [*kept, *_sealed(working, sum(page.tokens for page in kept), at, scheme.precision)]
         age += 1
         done = sum(page.tokens for page in pages)
-        tail = [keep_native(*working.span(done, at))] if done < at else []
+        tail = [keep_native(working.span(done, at))] if done < at else []
         working.clear(room)
         working.load((page, page.tokens) for page in [*pages, *tail])
 
@@ -139,7 +139,7 @@ def _sealed(kv: KVCache, start: int, stop: int, precision: Precision) -> list[Pa
     """Full pages of the tokens from `start` on; what does not fill one stays native."""
     size = precision.page_size
     return [
-        seal(*kv.span(first, first + size), precision, starts_sequence=first == 0)
+        seal(kv.span(first, first + size), precision, starts_sequence=first == 0)
         for first in range(start, stop - size + 1, size)
     ]
 
