@@ -35,6 +35,8 @@ class HandoffReport:
     package that came before the turn; 0 within a process, where a handoff is a reference. quantize_ms: sealing what
     this turn added.
     replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for.
+    replay_kl: KL in nats of the first token to that of the replay, measured with it.
+    dropped_tokens: of the conversation, which did not fit into the context; prompt_tokens are without them.
     hops: how many handoffs lie between the text and this turn; 0 if it read all of it. canary_nats, canary_ms: of
     the package that came before the turn, see `Arrival`.
     """
@@ -54,6 +56,8 @@ class HandoffReport:
     quantize_ms: float
     total_ms: float
     replay_first_token_ms: float | None = None
+    replay_kl: float | None = None
+    dropped_tokens: int = 0
     hops: int = 0
     canary_nats: float | None = None
     canary_ms: float = 0.0

@@ -50,7 +50,7 @@ def scripted(request):
 
     def make(script=lambda _: "hello", *, engine=_ENGINE, **options):
         name = f"host-{request.node.name}-{len(made)}"
-        install(ScriptedHost(script, engine=engine), name)
+        install(ScriptedHost(script, engine=engine, **{k: v for k, v in options.items() if k == "fit"}), name)
         made.append(name)
         return ChatQKVShare(model="scripted", host=name, precision="native", **options)
 
@@ -316,7 +316,7 @@ def test_names_and_later_system_messages_are_text(scripted) -> None:
 
 
 def test_tokens_are_counted_with_the_models_tokenizer(scripted) -> None:
-    model = scripted(engine=tiny_engine(max_position_embeddings=256))
+    model = scripted(engine=tiny_engine(max_position_embeddings=256), fit="error")
     messages = [SystemMessage("You write Python."), HumanMessage("Write add.")]
     assert model.get_num_tokens_from_messages(messages) == model.invoke(messages).usage_metadata["input_tokens"]
     assert model.get_num_tokens_from_messages(messages, [add]) > model.get_num_tokens_from_messages(messages)
