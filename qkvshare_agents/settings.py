@@ -69,10 +69,9 @@ class HostSettings:
             raise InvalidSetting(f"recompute_tokens must not be negative: {self.recompute_tokens}")
         if self.context_tokens is not None and self.context_tokens < SHORTEST_CONTEXT:
             raise InvalidSetting(f"context_tokens must be at least {SHORTEST_CONTEXT}, not {self.context_tokens}")
-        if self.budget_bytes < 0 or self.refresh_every < 0:
-            raise InvalidSetting(
-                f"budget_bytes ({self.budget_bytes}) and refresh_every ({self.refresh_every}) must not be negative"
-            )
+        for name in ("budget_bytes", "refresh_every"):
+            if getattr(self, name) < 0:
+                raise InvalidSetting(f"{name} must not be negative: {getattr(self, name)}")
         if not self.coarse_limit > 0 or not (self.canary_limit is None or self.canary_limit > 0):  # nor NaN
             raise InvalidSetting(
                 f"canary_limit ({self.canary_limit}) and coarse_limit ({self.coarse_limit}) must be above 0"

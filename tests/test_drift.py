@@ -402,6 +402,20 @@ def test_a_second_alarm_is_text() -> None:
     assert b.reports[0].mode.value == "TEXT"
 
 
+def test_a_sender_that_can_not_be_asked_is_text() -> None:
+    sender, receiver, a, b = couriers()
+    messages = say(a, "a", [TASK])
+    sender.post(damaged(a.export(turn("b", *messages))), "k" * 32)
+
+    def ask() -> str:
+        raise ConnectionError("a secret address")
+
+    arrival = receiver.receive("k" * 32, ask=ask)
+    assert arrival.alarmed and arrival.reasons[1] == "the sender could not be asked for wider pages: ConnectionError"
+    say(b, "b", messages, arrival=arrival)
+    assert b.reports[0].mode.value == "TEXT"
+
+
 def test_wider_pages_of_safe_ones_are_native() -> None:
     a, messages, out = sent(precision="safe")
     wider = carried(a.export(turn("b", *messages), wider=True))
