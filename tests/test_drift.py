@@ -48,9 +48,10 @@ def host(**settings: object) -> Host:
     return made
 
 
-def turn(name: str, *messages: Message, tokens: int = 24, **fields: object) -> Turn:
+def turn(name: str, *messages: Message, tokens: int = 24, seed: int | None = None, **fields: object) -> Turn:
     member = host_for_members.roster.members("")[name]
-    return Turn(member, "", messages, Sampling(max_tokens=tokens), **fields)
+    sampling = Sampling(max_tokens=tokens, seed=seed, temperature=0.0 if seed is None else 1.0)
+    return Turn(member, "", messages, sampling, **fields)
 
 
 def say(on: Host, name: str, messages: list[Message], **fields: object) -> list[Message]:
@@ -460,6 +461,19 @@ def test_refresh_computes_far_travelled_kv_anew(precision: str) -> None:
     assert all("refresh_every=3" in one.reports[i].reasons[0] for i in (4, 8))
     ids = one.prompt(turn("b", *messages)).ids
     assert {page.hops for page, _ in one.store.match(ids).runs} == {0}
+
+
+def test_fifty_hops_are_refreshed_every_eight() -> None:
+    """What a refreshed turn says is what text replay says, however long the conversation is."""
+    one = host(precision="small", refresh_every=8, measure_replay=True)
+    messages = [TASK]
+    for index in range(50):
+        messages = say(one, NAMES[index % 2], messages, tokens=6, seed=index)  # no two answers are the same
+    reports = list(one.reports)
+    assert [report.hops for report in reports] == [index % 9 for index in range(50)]
+    assert max(report.replay_kl for report in reports if report.hops == 0) < 1e-9
+    drifted = [report.replay_kl for report in reports if report.hops]
+    assert max(drifted[-8:]) < 10 * max(drifted[:8])
 
 
 def test_refreshed_kv_is_that_of_text_replay() -> None:
