@@ -81,7 +81,7 @@ class Exchange:
         stored = host.store.graft(package.ids, steps, owners)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
-        if package.canary:  # whoever forwards it compares with what the first sender said
+        if package.canary and heard.canary_nats is not None:  # whoever forwards it compares with the first sender
             host.canaries.keep(package.ids[:whole], package.canary)
         return heard
 
