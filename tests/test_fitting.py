@@ -224,16 +224,17 @@ def test_attention_is_what_softmax_gives_and_changes_nothing() -> None:
         with meter.watching():
             got = engine.feed(engine.begin(None), ids)
         assert (got - expected).abs().max() < 1e-4
-        assert torch.allclose(meter.mass, sum(w.sum((0, 1, 2)) for w in weights), atol=1e-3)
+        assert torch.allclose(meter.mass[0], sum(w.sum((0, 1, 2)) for w in weights), atol=1e-3)
+        assert meter.mass[1].tolist() == [3 * 4 * (16 - i) for i in range(16)], "layers, heads, queries that see it"
         assert engine.model.config._attn_implementation == implementation
 
 
 def test_attention_is_added_over_turns_and_kept_from_strangers() -> None:
     known = Attended()
-    known.add((1, 2, 3), torch.tensor([1.0, 2.0, 3.0]), (0, 1, 2), ("a",), None)
-    known.add((1, 2, 3, 4), torch.tensor([1.0, 1.0, 5.0]), (0, 2, 3), ("a",), None)
-    assert known.of((1, 2, 3, 4), None).tolist() == [2, 2, 4, 5]
-    assert known.of((1, 2, 9), frozenset("a")).tolist() == [2, 2]
+    known.add((1, 2, 3), torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), (0, 1, 2), ("a",), None)
+    known.add((1, 2, 3, 4), torch.tensor([[1.0, 1.0, 5.0], [1.0, 1.0, 1.0]]), (0, 2, 3), ("a",), None)
+    assert known.of((1, 2, 3, 4), None).tolist() == [2 / 4, 2 / 2, 4 / 2, 5 / 1]
+    assert known.of((1, 2, 9), frozenset("a")).tolist() == [2 / 4, 2 / 2]
     assert known.of((1, 2, 3), frozenset("b")).tolist() == []
 
 
