@@ -46,7 +46,8 @@ class Exchange:
         if refusal := _refusal(host):
             raise PackageError(f"there is no KV to hand over: {refusal}")
         prompt = host.prompt(turn)
-        settled = prompt.ids[: max((end for end, _ in prompt.answers), default=prompt.settled)]
+        last = max((end for end, _ in prompt.answers), default=prompt.settled)
+        settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
         steps = host.store.steps(settled, have, turn.access.readers)
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
@@ -57,7 +58,8 @@ class Exchange:
             steps, pages = _widened(host, covered, max(page.hops for page in pages), nats)
             canary, _ = _canary(host, covered, pages)
         assert engine.shape is not None
-        ledger = _spoken(prompt, turn.messages, host.ledger)
+        spoken = _spoken(prompt, turn.messages, host.ledger)
+        ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
         groups = engine.shape.groups
         return Package(settled, steps, engine.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 

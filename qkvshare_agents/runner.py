@@ -76,7 +76,7 @@ class Runner:
         reused = start.plan.reused_tokens
         with self._composer.watching():
             logits = self._read(start, prompt, cancelled)
-        first = logits if self._host.settings.measure_replay else None
+        first = logits.clone() if self._host.settings.measure_replay else None
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):

@@ -300,6 +300,34 @@ def test_a_long_header_stays_as_far_as_its_sinks() -> None:
     assert "(4-" in report.reasons[0] and report.prompt_tokens <= 488
 
 
+def test_another_process_gets_the_exact_part_and_cuts_it_itself() -> None:
+    talk = Talk(make(context=512))
+    talk.ask(300)
+    talk.ask(200, "b", seed=1)
+    there = make(context=512)
+    there.roster.learn("", "b", "You are b.")
+    member = talk.host.roster.learn("", "a", "You are a.")
+    asked = Turn(member, "", (*talk.messages, Message("user", text(20, seed=3), "user")), Sampling(max_tokens=24))
+    package = talk.host.export(asked)
+    assert len(package.ids) <= 512 and max(package.ids) < 2**32 and all(stop <= 512 for _, _, stop in package.ledger)
+    assert there.adopt(package) == ()
+    there.roster.learn("", "a", "You are a.")
+    report = there.submit(asked).result().report
+    assert report.dropped_tokens and report.reused_tokens > 100 and "was moved" in report.reasons[0]
+
+
+def test_a_turn_that_is_asked_again_finds_what_was_read_behind_the_cut() -> None:
+    talk = Talk(make(context=512))
+    talk.ask(300)
+    first = talk.ask(200, "b", seed=1)
+    talk.messages = talk.messages[:-2]
+    again = talk.ask(200, "b", seed=1)
+    assert again.prefilled_tokens < 20 < first.prefilled_tokens and again.dropped_tokens == first.dropped_tokens
+    talk.messages = talk.messages[:-2]
+    other = talk.ask(210, "b", seed=7)  # another text behind the same cut
+    assert other.dropped_tokens == first.dropped_tokens and other.reused_tokens > 150
+
+
 def test_evicted_pieces_mean_text() -> None:
     talk = Talk(make(context=512))
     talk.ask(300)
