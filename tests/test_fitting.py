@@ -4,11 +4,14 @@ import itertools
 
 import pytest
 import torch
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny_engine, tiny_tokenizer
 
-from qkvshare_agents import fitting, rotary
+from qkvshare_agents import QKVShareClient, fitting, registry, rotary
+from qkvshare_agents.access import Access
 from qkvshare_agents.attention import Attended, AttentionMeter
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting
@@ -326,6 +329,45 @@ def test_a_turn_that_is_asked_again_finds_what_was_read_behind_the_cut() -> None
     talk.messages = talk.messages[:-2]
     other = talk.ask(210, "b", seed=7)  # another text behind the same cut
     assert other.dropped_tokens == first.dropped_tokens and other.reused_tokens > 150
+
+
+def test_isolated_agents_read_no_cut_kv_of_others() -> None:
+    h = make(context=512)
+    messages = [Message("user", text(300), "user")]
+
+    def ask(name: str):
+        turn = Turn(
+            h.roster.learn("", name, f"You are {name}."), "", tuple(messages), Sampling(max_tokens=24),
+            access=Access((name,), frozenset({name})),
+        )  # fmt: skip
+        answer = h.submit(turn).result()
+        messages.append(Message("user", answer.text, name))
+        return answer.report
+
+    ask("a")
+    messages.append(Message("user", text(200, 1), "user"))
+    assert ask("a").mode.value == "PARTIAL"
+    messages.append(Message("user", text(20, 2), "user"))
+    strange, own = ask("b"), ask("a")
+    assert strange.mode.value == "TEXT" and strange.reused_tokens == 0 and strange.dropped_tokens
+    assert own.mode.value == "PARTIAL" and own.reused_tokens > 300
+
+
+async def test_a_team_talks_on_beyond_the_context() -> None:
+    settings = {"precision": "native", "max_tokens": 40}
+    registry.open_host(
+        HostSettings("tiny", precision="native"), "long-talk", engine=tiny_engine(max_position_embeddings=512)
+    )
+    client = QKVShareClient("tiny", host="long-talk", **settings)
+    try:
+        agents = [AssistantAgent(name, client, system_message=f"You are {name}.") for name in ("anna", "bert")]
+        result = await RoundRobinGroupChat(agents, max_turns=14).run(task=text(200))
+        assert len(result.messages) == 15
+        last = client.reports[-1]
+        assert last.dropped_tokens and last.mode.value == "PARTIAL" and last.prefilled_tokens < 60
+    finally:
+        await client.close()
+        registry.release_host(HostSettings("tiny", precision="native"), "long-talk")
 
 
 def test_evicted_pieces_mean_text() -> None:
