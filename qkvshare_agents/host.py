@@ -7,31 +7,24 @@ event loop; cancelling stops the decode loop between two tokens and leaves the s
 import hashlib
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from qkvshare_agents.access import Access
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, HostClosed
+from qkvshare_agents.errors import Cancelled, HostClosed
 from qkvshare_agents.exchange import Exchange
-from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.package import Package
-from qkvshare_agents.page import Page, Precision, keep_native, preset, seal
-from qkvshare_agents.planner import Mode, plan
+from qkvshare_agents.page import Precision, preset
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.rotation import settle
+from qkvshare_agents.runner import Runner
 from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.snapshot import SnapshotStore
-from qkvshare_agents.speech import Speech
-from qkvshare_agents.start import Start
-from qkvshare_agents.transcript import Prompt, lay_out, ledger_keys
+from qkvshare_agents.transcript import Prompt, lay_out
 from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
@@ -51,10 +44,10 @@ class Host:
         self._engine = engine
         self._loading, self._settled = threading.Lock(), False
         self._store: SharedPageStore | None = None
-        self._snapshots = SnapshotStore(settings.budget_bytes // 2)
+        self.snapshots = SnapshotStore(settings.budget_bytes // 2)
         self._exchange = Exchange()
+        self._runner = Runner(self)
         self._root = b""
-        self._kv: KVCache | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
         self._pid = os.getpid()
         self._closed = False
@@ -106,7 +99,7 @@ class Host:
         """Queue a turn. on_text gets the text piece by piece on the host's thread. Setting `cancelled` ends the
         turn with Cancelled before its next token. Raises HostClosed; the future may raise ContextOverflow."""
         stop = cancelled or threading.Event()
-        return self._queue(self._answer, turn, on_text or (lambda _: None), stop.is_set)
+        return self._queue(self._run, turn, on_text or (lambda _: None), stop.is_set)
 
     def export(
         self, turn: Turn, *, have: Iterable[bytes] = (), handoff: str = "", metadata: Mapping[str, str] | None = None
@@ -148,149 +141,17 @@ class Host:
         self._closed = True
         self._worker.shutdown(wait=True)
         self._forget()
-        self._engine = self._store = self._kv = None
+        self._engine = self._store = None
+        self._runner = Runner(self)
 
     def _forget(self) -> None:
         if self._store:
             self._store.clear()
-        self._snapshots.clear()
+        self.snapshots.clear()
 
-    def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
+    def _run(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         if cancelled():
             raise Cancelled("the turn was cancelled before it began")
         if self._closed:
             raise HostClosed(f"the host of {self.settings.model} was closed before this turn began")
-        engine = self.engine  # loading is no part of the turn
-        started = time.perf_counter()
-        prompt = self.prompt(turn)
-        room = engine.context_tokens - len(prompt.ids)
-        if room < 1:
-            who = turn.speaker.label or "an agent"
-            raise ContextOverflow(
-                f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
-            )
-        longest = min(turn.sampling.max_tokens or room, room)
-        start = self._begin(prompt, longest, turn.access)
-        reused = start.plan.reused_tokens
-        logits = self._read(start, prompt, cancelled)
-        speech = Speech(engine, turn, longest, on_text)
-        first_ms = None
-        while speech.add(logits):
-            first_ms = first_ms or _ms_since(started)
-            following = engine.feed(start.run, speech.ids[-1:], cancelled)
-            if following is None:
-                raise Cancelled(f"the turn was cancelled after {len(speech.ids)} tokens")
-            logits = following
-        first_ms = first_ms or _ms_since(started)
-        text, thought, calls = speech.finish()
-        sealing = time.perf_counter()
-        noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
-        quantize_ms = _ms_since(sealing)
-        for key in ledger_keys(text, calls):
-            self.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
-        total_ms = _ms_since(started)
-        report = HandoffReport(
-            agent=turn.speaker.name,
-            source=prompt.last_answerer(reused),
-            mode=start.plan.mode,
-            reasons=reasons,
-            prompt_tokens=len(prompt.ids),
-            reused_tokens=reused,
-            generated_tokens=len(speech.ids),
-            payload_bytes=start.payload_bytes,
-            fp16_bytes=start.fp16_bytes,
-            import_ms=start.import_ms,
-            transfer_ms=turn.arrival.transfer_ms,
-            first_token_ms=first_ms,
-            quantize_ms=quantize_ms,
-            total_ms=total_ms,
-            replay_first_token_ms=self._replay_ms(prompt) if self.settings.measure_replay else None,
-        )
-        self.reports.append(report)
-        handle = start.store.address((*prompt.ids, *speech.ids)) if start.store else ""
-        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report, handle)
-
-    def _begin(self, prompt: Prompt, longest: int, access: Access) -> Start:
-        """Plan the turn and put the KV that it reuses into the working cache."""
-        engine, total = self.engine, len(prompt.ids) + longest
-        refusal = engine.refusal
-        if not self.settings.handoff:
-            refusal = "handoff is switched off (handoff=False)"
-        elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
-            refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
-        if refusal or engine.shape is None:
-            return Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
-        store = self.store
-        ids = prompt.ids[:-1]  # one token must be run in any case
-        match = store.match(ids, access.readers)
-        hidden = access.readers is not None and store.stored_tokens(ids) > match.tokens
-        found, state = match.tokens, None
-        if engine.has_state:
-            state = self._snapshots.longest(ids[:found])
-            match = match.head(state.tokens if state else 0)
-        decision = plan(
-            prompt.settled,
-            match.tokens,
-            evicted_pages=store.evicted_pages,
-            withheld=access.reason if hidden else "",
-            stateless_tokens=found - match.tokens,
-        )
-        importing = time.perf_counter()
-        if self._kv is None or self._kv.shape != engine.shape:
-            self._kv = KVCache(engine.shape)
-        self._kv.clear(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
-        self._kv.load(match.runs)
-        self._kv.state = state
-        run = engine.begin(self._kv)
-        return Start(run, decision, match, store, access.owners, _ms_since(importing), state)
-
-    def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
-        """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
-        engine, position = self.engine, start.plan.reused_tokens
-        stops = [len(prompt.ids)]
-        if engine.has_state and start.store and position < prompt.settled:
-            stops.insert(0, prompt.settled)
-        while True:
-            stop = stops.pop(0)
-            logits = engine.feed(start.run, prompt.ids[position:stop], cancelled)
-            if logits is None:
-                raise Cancelled("the turn was cancelled while it read its prompt")
-            if not stops:
-                return logits
-            if state := engine.snapshot(start.run):
-                start.snapshots[stop] = state
-            position = stop
-
-    def _keep(self, start: Start, ids: Sequence[int]) -> tuple[str, ...]:
-        """Store the KV of what was fed; returns why not, if not."""
-        kv, store = start.run.kv, start.store
-        if kv is None or store is None:
-            return ()
-
-        def make_page(first: int, stop: int, sealed: bool) -> Page:
-            spans = kv.span(first, stop)
-            return seal(*spans, self.precision, starts_sequence=first == 0) if sealed else keep_native(*spans)
-
-        fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
-        try:
-            sealed_tokens = len(fed) - self.precision.residual_length
-            store.extend(fed, self.precision.page_size, sealed_tokens, make_page, start.owners)
-        except CodecError as error:
-            return (f"KV of this turn was not kept: {error}",)
-        if state := self.engine.snapshot(start.run):
-            start.snapshots[len(fed)] = state
-        for tokens, snapshot in start.snapshots.items():
-            self._snapshots.keep(fed[:tokens], snapshot)
-        return ()
-
-    def _replay_ms(self, prompt: Prompt) -> float:
-        started = time.perf_counter()
-        logits = self.engine.feed(self.engine.begin(None), prompt.ids)
-        assert logits is not None
-        int(logits.argmax())
-        return _ms_since(started)
-
-
-def _ms_since(started: float) -> float:
-    return (time.perf_counter() - started) * 1000
+        return self._runner.answer(turn, on_text, cancelled)

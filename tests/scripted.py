@@ -14,6 +14,8 @@ from torch import Tensor
 from qkvshare_agents import registry
 from qkvshare_agents.engine import Engine, Run
 from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.runner import Runner
+from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt
 
 Script = Callable[[str], str]
@@ -51,6 +53,14 @@ class ScriptedEngine:
         return scripted
 
 
+class _ScriptedRunner(Runner):
+    def _begin(self, prompt: Prompt, *rest: object) -> Start:
+        self._host.prompts.append(prompt)
+        started = super()._begin(prompt, *rest)
+        self._host.engine.prompt = prompt
+        return started
+
+
 class ScriptedHost(Host):
     """Records prompts; hands each to the engine, which then knows what to say."""
 
@@ -58,12 +68,7 @@ class ScriptedHost(Host):
         settings = {"precision": "native", **settings}
         super().__init__(HostSettings("scripted", **settings), ScriptedEngine(engine or tiny_engine(), script))
         self.prompts: list[Prompt] = []
-
-    def _begin(self, prompt: Prompt, *rest):
-        self.prompts.append(prompt)
-        started = super()._begin(prompt, *rest)
-        self.engine.prompt = prompt
-        return started
+        self._runner = _ScriptedRunner(self)
 
     @property
     def texts(self) -> list[str]:

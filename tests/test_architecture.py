@@ -12,8 +12,8 @@ RANKS = {
     "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 2, "detokenizer": 2, "transcript": 3,
     "codec": 1, "page": 2, "snapshot": 2, "page_store": 3, "kv_cache": 3, "layers": 4, "settings": 4, "engine": 5,
     "turn": 5, "rotation": 6, "speech": 6, "payload": 1, "memory": 1, "integrity": 1, "container": 2, "manifest": 3,
-    "transport": 2, "package": 4, "shared_store": 5, "start": 6, "inspection": 6, "exchange": 6, "host": 7,
-    "registry": 8, "courier": 8, "eval": 9, "cli": 10,
+    "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 7, "inspection": 6, "exchange": 6,
+    "host": 8, "registry": 9, "courier": 9, "eval": 10, "cli": 11,
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {"engine", "configuration", "layers", "models", "eval", "fingerprint"}
