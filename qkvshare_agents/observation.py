@@ -1,0 +1,166 @@
+"""Looks on while a model's attention runs, and takes the measurements of `sensitivity` from it.
+
+During an observed forward the model's attention implementation is one that calls the model's own and then looks at a
+few rows of its arguments. Nothing of transformers is replaced, the model's results are the same, and calls that are
+not observed (all of decoding) run as ever.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qkvshare_agents.sensitivity import Seen, Unit, measure
+
+FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little, and looking would cost more than 3 %
+_ROWS = 8
+_NAMES = {"eager": "qkvshare_observed_eager", "sdpa": "qkvshare_observed_sdpa"}
+# Arguments that change what softmax sees or sums to, and that `sensitivity` knows nothing of
+_FOREIGN = ("s_aux", "position_bias", "softcap")
+_current = threading.local()
+
+
+class Observer:
+    """Observes the attention of one model. Not thread-safe: one forward at a time, as on a host.
+
+    refusal: why nothing can be observed, or None. calls: how many forwards were observed.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layers: int, *, rotate_keys: bool, sinks: int, page_size: int
+    ) -> None:
+        self._model, self._layers = model, layers
+        self._options = {"rotate_keys": rotate_keys, "sinks": sinks, "page_size": page_size}
+        self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        self._implementation = str(model.config._attn_implementation)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._gains: dict[int, Tensor | None] = {}
+        self._streams: dict[str, Tensor] = {}
+        self._found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._units: list[Unit] | None = None
+        self.calls = 0
+        self.refusal: str | None = None
+        if self._implementation not in _NAMES:
+            self.refusal = f"attention {self._implementation!r} is not observed; {', '.join(_NAMES)} are"
+
+    @contextmanager
+    def watching(self, tokens: int, left: int = 0) -> Iterator[None]:
+        """Observe the forward inside, which reads `tokens` tokens, if it is the last of a prompt that is worth it.
+
+        left: how many tokens the prompt's further forwards will read.
+        """
+        if self.refusal or tokens < FEWEST_TOKENS or left >= FEWEST_TOKENS:
+            yield
+            return
+        name = _NAMES[self._implementation]
+        AttentionInterface.register(name, _attend)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
+        self._found.clear()
+        self._streams.clear()
+        handles = [m.register_forward_pre_hook(self._note_stream, with_kwargs=True) for m in self._blocks()]
+        implementations = [config._attn_implementation_internal for config in self._configs]
+        _current.observer = self
+        try:
+            for config in self._configs:
+                if config._attn_implementation_internal == self._implementation:
+                    config._attn_implementation_internal = name
+            yield
+        finally:
+            for config, implementation in zip(self._configs, implementations, strict=True):
+                config._attn_implementation_internal = implementation
+            for handle in handles:
+                handle.remove()
+            _current.observer = None
+        self._conclude()
+
+    def take(self) -> list[Unit] | None:
+        """What the last observed forward said of each layer with KV, once; None if there is nothing new."""
+        units, self._units = self._units, None
+        return units
+
+    def original(self, module: nn.Module) -> Callable[..., Any]:
+        """The attention function that the model would call without us."""
+        where = sys.modules[type(module).__module__]
+        eager = getattr(where, "eager_attention_forward", None)
+        known = getattr(where, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        return known.get_interface(self._implementation, eager)  # type: ignore[no-any-return]
+
+    def see(
+        self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+    ) -> None:
+        """One layer's call: query [1, HQ, n, Dk], keys [1, H, T, Dk], values [1, H, T, Dv]."""
+        n, tokens = query.shape[2], keys.shape[2]
+        rows = torch.arange(1, _ROWS + 1, device=query.device) * n // _ROWS - 1
+        positions = tokens - n + rows
+        if mask is None:
+            visible = torch.arange(tokens, device=query.device) <= positions[:, None]
+        else:
+            visible = mask[0, 0, rows, :tokens]
+            visible = visible if visible.dtype == torch.bool else visible == 0
+        if scaling is None:
+            scaling = query.shape[-1] ** -0.5
+        seen = Seen(query[0, :, rows], keys[0], values[0], visible, positions, scaling)
+        layer = int(getattr(module, "layer_idx", len(self._found)))
+        gain = self._gain(layer, module, query.shape[1], values.shape[-1])
+        stream = self._streams.get(self._names.get(id(module), "").rpartition(".")[0])
+        self._found[layer] = measure(seen, n, gain=gain, **self._options), stream  # type: ignore[arg-type]
+
+    def _conclude(self) -> None:
+        if self.refusal or len(self._found) != self._layers:
+            self.refusal = self.refusal or f"attention of {len(self._found)} of {self._layers} layers was seen"
+            return
+        found = [self._found[layer] for layer in sorted(self._found)]
+        measured = torch.stack([numbers for numbers, _ in found])
+        if all(stream is not None for _, stream in found):
+            measured = measured / torch.stack([stream for _, stream in found if stream is not None])[:, None]
+        units = [Unit(*numbers) for numbers in measured.tolist()]
+        if bool(measured.isfinite().all()):
+            self._units = units
+            self.calls += 1
+
+    def _blocks(self) -> list[nn.Module]:
+        """Modules whose input is the residual stream: those that hold attention modules."""
+        names = [name for name, m in self._model.named_modules() if hasattr(m, "layer_idx") and "." in name]
+        return [self._model.get_submodule(parent) for parent in {name.rpartition(".")[0] for name in names}]
+
+    def _note_stream(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mean square length of the stream at a few tokens, none of them the first (a sink may be very long)."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, Tensor) and hidden.dim() == 3:
+            rows = torch.arange(1, _ROWS + 1, device=hidden.device) * hidden.shape[1] // _ROWS - 1
+            self._streams[self._names[id(block)]] = hidden[0, rows].float().square().sum(-1).mean()
+
+    def _gain(self, layer: int, module: nn.Module, heads: int, dim: int) -> Tensor | None:
+        """[HQ]: mean square of each head's columns of the output projection, times its rows: what a unit error adds
+        to the stream; None where the projection isn't found."""
+        if layer not in self._gains:
+            self._gains[layer] = None
+            for child in module.children():  # the output projection is the last of them
+                weight = getattr(child, "weight", None)
+                if isinstance(weight, Tensor) and weight.dim() == 2 and heads * dim in weight.shape:
+                    inputs = 1 if isinstance(child, nn.Linear) else 0  # gpt2 stores [in, out]
+                    if weight.shape[inputs] == heads * dim:
+                        squares = weight.detach().float().square().sum(1 - inputs)
+                        self._gains[layer] = squares.view(heads, dim).mean(1)
+        return self._gains[layer]
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> Any:
+    """The model's own attention; then the observer looks."""
+    observer: Observer = _current.observer
+    output = observer.original(module)(module, query, key, value, attention_mask, **options)
+    foreign = [name for name in _FOREIGN if options.get(name) is not None]
+    if foreign or not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        observer.refusal = f"attention with {', '.join(foreign) or 'packed keys'} is not observed"
+    elif query.shape[0] == 1 and query.shape[2] > 1 and not observer.refusal:
+        observer.see(module, query, key, value, attention_mask, options.get("scaling"))
+    return output
