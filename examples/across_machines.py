@@ -14,11 +14,12 @@ import secrets
 import sys
 from dataclasses import dataclass
 
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.messages import TextMessage
 from autogen_core import AgentId, MessageContext, RoutedAgent, message_handler, try_get_known_serializers_for_type
 from autogen_ext.runtimes.grpc import GrpcWorkerAgentRuntime, GrpcWorkerAgentRuntimeHost
 
-from qkvshare_agents import Courier, Host, HostSettings, Message, Sampling, Turn
-from qkvshare_agents.transport.redis import RedisTransport
+from qkvshare_agents import QKVShareClient
 
 INSTRUCTIONS = {"coder": "Write the function and nothing else.", "tester": "Now write a test for this function."}
 TASK = "Write a Python function is_even(n) that returns True if n is even."
@@ -26,37 +27,29 @@ TASK = "Write a Python function is_even(n) that returns True if n is even."
 
 @dataclass
 class Asked:
-    messages: str  # JSON of [role, text, source] each
-    key: str  # of the package with their KV
+    texts: list[str]  # what was said since this member's last turn
+    sources: list[str]  # by whom
 
 
 @dataclass
 class Answered:
     text: str
-    key: str
     report: str
 
 
 class Member(RoutedAgent):
-    """Answers from the KV that came with the messages, and sends on its own."""
+    """AutoGen's own agent, at an address that other machines reach."""
 
-    def __init__(self, role: str, host: Host, courier: Courier) -> None:
+    def __init__(self, role: str, client: QKVShareClient) -> None:
         super().__init__(f"the {role}")
-        self._role, self._host, self._courier = role, host, courier
+        self._client = client
+        self._agent = AssistantAgent(role, client, system_message=INSTRUCTIONS[role])
 
     @message_handler
     async def on_asked(self, message: Asked, ctx: MessageContext) -> Answered:
-        return await asyncio.to_thread(self._answer, message)
-
-    def _answer(self, asked: Asked) -> Answered:
-        members = self._host.roster.members("")
-        messages = tuple(Message(*fields) for fields in json.loads(asked.messages))
-        arrival = self._courier.receive(asked.key)  # without a key: text, with the reason in the report
-        turn = Turn(members[self._role], "", messages, Sampling(max_tokens=120), arrival=arrival)
-        answer = self._host.submit(turn).result()
-        messages += (Message("assistant", answer.text, self._role),)
-        sent = self._courier.send(Turn(members["coder" if self._role == "tester" else "tester"], "", messages))
-        return Answered(answer.text, sent.key, json.dumps(answer.report.to_dict()))
+        said = [TextMessage(content=t, source=s) for t, s in zip(message.texts, message.sources, strict=True)]
+        response = await self._agent.on_messages(said, ctx.cancellation_token)
+        return Answered(response.chat_message.to_text(), json.dumps(self._client.reports[-1].to_dict()))
 
 
 async def connect(address: str) -> GrpcWorkerAgentRuntime:
@@ -68,25 +61,24 @@ async def connect(address: str) -> GrpcWorkerAgentRuntime:
 
 
 async def work(role: str, options: argparse.Namespace) -> None:
-    host = Host(HostSettings(options.model, measure_replay=True))
-    for name, instruction in INSTRUCTIONS.items():
-        host.roster.learn("", name, instruction)
-    courier = Courier(host, RedisTransport(options.redis), deadline_ms=2000)
-    _ = host.engine  # loaded now, so that no turn waits for it
+    os.environ["QKVSHARE_SHARE"] = options.redis
+    client = QKVShareClient(options.model, members=INSTRUCTIONS, measure_replay=True, max_tokens=120)
+    await client.load()  # now, so that no turn waits for it
     runtime = await connect(options.address)
-    await Member.register(runtime, role, lambda: Member(role, host, courier))
+    await Member.register(runtime, role, lambda: Member(role, client))
     print("ready", flush=True)
     await runtime.stop_when_signal()
 
 
 async def ask(address: str) -> None:
     runtime = await connect(address)
-    messages, key = [["user", TASK, "user"]], ""
+    texts, sources = [TASK], ["user"]
     for name in INSTRUCTIONS:
-        said = await runtime.send_message(Asked(json.dumps(messages), key), AgentId(name, "default"))
-        messages, key, r = [*messages, ["assistant", said.text, name]], said.key, json.loads(said.report)
+        said = await runtime.send_message(Asked(texts, sources), AgentId(name, "default"))
+        texts, sources, r = [*texts, said.text], [*sources, name], json.loads(said.report)
         print(f"[{name}] {said.text}\n\n-- {r['mode']}: {r['reused_tokens']} of {r['prompt_tokens']} tokens", end=" ")
-        print(f"came in {r['transfer_ms']:.0f} ms, first token {r['first_token_ms']:.0f} ms; {r['reasons']} --\n")
+        print(f"came in {r['transfer_ms']:.0f} ms; first token after {r['first_token_ms']:.0f} ms,", end=" ")
+        print(f"by text replay {r['replay_first_token_ms']:.0f} ms; {r['reasons']} --\n")
     await runtime.stop()
 
 

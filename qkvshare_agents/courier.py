@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qkvshare_agents import package
 from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError
 from qkvshare_agents.host import Host
+from qkvshare_agents.package import Package
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.planner import slower_than_text
 from qkvshare_agents.report import Arrival
@@ -30,12 +31,14 @@ _LEAST_PREFILL_TOKENS = 64  # below that, a turn's time says little about readin
 
 @dataclass(frozen=True)
 class Sent:
-    """key: what to tell the receiver; "" if nothing was sent. reasons: why not. ms, moved_bytes: of the publishing."""
+    """key: what to tell the receiver; "" if nothing was sent. reasons: why not. held_back: because reading the text is
+    faster. ms, moved_bytes: of the publishing."""
 
     key: str
     reasons: tuple[str, ...] = ()
     ms: float = 0.0
     moved_bytes: int = 0
+    held_back: bool = False
 
 
 class Courier:
@@ -70,9 +73,16 @@ class Courier:
         """Publish what is stored of `turn`'s prompt, so that another process can answer it; see `Host.export`."""
         try:
             out = self._host.export(turn, have=have, handoff=handoff, metadata=metadata)
-            if reason := self.slower_than_text(out):
-                return Sent("", (reason,))
-            key, started = secrets.token_hex(16), time.perf_counter()
+        except PackageError as error:
+            return Sent("", (self._failed("sent", error),))
+        return self.post(out, secrets.token_hex(16))
+
+    def post(self, out: Package, key: str) -> Sent:
+        """Publish a package under a key that is not in use."""
+        if reason := self.slower_than_text(out):
+            return Sent("", (reason,), held_back=True)
+        try:
+            started = time.perf_counter()
             payload = out.write(secret=self._host.settings.secret)
             self._transport.put(key, payload, deadline_ms=self._deadline_ms, lifetime_ms=self._lifetime_ms)
         except (PackageError, TransportError) as error:
@@ -86,20 +96,26 @@ class Courier:
         """
         if not key:
             return Arrival(("the sender sent no KV",))
+        came, arrival = self.fetch(key)
+        if came is None:
+            return arrival
+        reasons = self._host.adopt(came)  # may wait for a turn, which is not in `transfer_ms`
+        if not keep:
+            with suppress(TransportError):  # then it goes when it expires
+                self._transport.delete(key, deadline_ms=self._deadline_ms)
+        return replace(arrival, reasons=reasons)
+
+    def fetch(self, key: str) -> tuple[Package | None, Arrival]:
+        """The package under a key, checked and not stored yet; None with the reason if there is none to use."""
         started = time.perf_counter()
         try:
             payload = self._transport.get(key, deadline_ms=self._deadline_ms)
             came = package.read(payload, secret=self._host.settings.secret)
         except (PackageError, TransportError, InvalidSetting) as error:  # also a key that is none
-            return Arrival((self._failed("received", error),), _ms_since(started))
-        ms = self._measured(payload, started)  # without the wait for turns that `adopt` may have before it
-        reasons = self._host.adopt(came)
-        if not keep:
-            with suppress(TransportError):  # then it goes when it expires
-                self._transport.delete(key, deadline_ms=self._deadline_ms)
-        return Arrival(reasons, ms, payload.nbytes)
+            return None, Arrival((self._failed("received", error),), _ms_since(started))
+        return came, Arrival((), self._measured(payload, started), payload.nbytes)
 
-    def slower_than_text(self, out: package.Package) -> str | None:
+    def slower_than_text(self, out: Package) -> str | None:
         """The planner's verdict on moving `out`, once both speeds were measured here; None: move it.
 
         Now and then it is None all the same, so that a transport that became faster is noticed.

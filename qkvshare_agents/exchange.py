@@ -45,7 +45,7 @@ class Exchange:
         ledger = _spoken(prompt, turn.messages, host.ledger)
         return Package(settled, steps, engine.fingerprint, shape, ledger, handoff, metadata)
 
-    def adopt(self, host: "Host", package: Package) -> tuple[str, ...]:
+    def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Store what came; returns why not, in words for the report. Nothing is stored unless all of it fits."""
         engine = host.engine
         if reason := _refusal(host) or _mismatch(host, package) or self._repeated(package):
@@ -55,7 +55,7 @@ class Exchange:
             if host.ledger.find(text) is None:  # what was generated here is not overwritten
                 host.ledger.record(text, package.ids[start:stop])
         steps = [_on(engine.shape.device, step) for step in package.steps]
-        stored = host.store.graft(package.ids, steps)
+        stored = host.store.graft(package.ids, steps, owners)
         if stored < package.covered_tokens:
             return (
                 f"only {stored} of {package.covered_tokens} tokens came over: pages that the sender left out, or that "

@@ -48,7 +48,8 @@ class Host:
         self._exchange = Exchange()
         self._runner = Runner(self)
         self._root = b""
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qkvshare-host")
+        self._thread = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="qkvshare-host", initializer=self._began)
         self._pid = os.getpid()
         self._closed = False
 
@@ -109,11 +110,20 @@ class Host:
         have: content addresses that the receiver holds (`held` there); their pages stay here. handoff, metadata:
         free text that goes along. Raises PackageError when nothing is stored, or KV of this model can't be moved.
         """
-        return self._queue(self._exchange.export, self, turn, frozenset(have), handoff, metadata or {}).result()
+        return self._wait_for(self._exchange.export, self, turn, frozenset(have), handoff, metadata or {})
 
-    def adopt(self, package: Package) -> tuple[str, ...]:
-        """Take another process' pages and what its members said; returns why not, if not; waits for queued turns."""
-        return self._queue(self._exchange.adopt, self, package).result()
+    def adopt(self, package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Take another process' pages, for `owners` (nobody by default), and what its members said; returns why not,
+        if not; waits for queued turns."""
+        return self._wait_for(self._exchange.adopt, self, package, owners)
+
+    def _began(self) -> None:
+        self._thread = threading.get_ident()
+
+    def _wait_for(self, work: Callable[..., T], *args: Any) -> T:
+        if threading.get_ident() == self._thread:  # asked by the turn that runs
+            return work(*args)
+        return self._queue(work, *args).result()
 
     def _queue(self, work: Callable[..., T], *args: Any) -> "Future[T]":
         if os.getpid() != self._pid:

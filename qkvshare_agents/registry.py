@@ -6,16 +6,18 @@ was shared), so that a client holds only names and settings, and clients of the 
 
 import hashlib
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import HostConflict
 from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.sharing import SharingHost
 
 _hosts: dict[str, Host] = {}
 _users: dict[str, int] = {}
 _kept: dict[str, Host] = {}  # by keep_host
 _lock = threading.Lock()
+_SECRET = {f.name for f in fields(HostSettings) if not f.repr}
 
 
 def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine | None = None) -> Host:
@@ -28,18 +30,16 @@ def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine
     with _lock:
         host = _hosts.get(name)
         if host is None:
-            host = _hosts[name] = Host(settings, engine)
+            host = _hosts[name] = (SharingHost if settings.share else Host)(settings, engine)
         elif engine is not None and engine is not host.engine:
             raise HostConflict(f"host {name!r} is open with another loaded model; use another host name")
         elif host.settings != settings:
             theirs, ours = asdict(host.settings), asdict(settings)
             differ = ", ".join(
-                f"{k}={theirs[k]!r} (not {ours[k]!r})"
-                for k in ours
-                if theirs[k] != ours[k] and k not in ("salt", "secret")
+                f"{k}={theirs[k]!r} (not {ours[k]!r})" for k in ours if theirs[k] != ours[k] and k not in _SECRET
             )
             raise HostConflict(
-                f"host {name!r} is open with {differ or 'another salt or secret'}; use the same settings "
+                f"host {name!r} is open with {differ or 'another salt, secret or share'}; use the same settings "
                 "or another host name"
             )
         _users[name] = _users.get(name, 0) + 1

@@ -17,6 +17,8 @@ class HostSettings:
     all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
     of the relay layout. salt: hosts with another salt never find each other's pages (default: $QKVSHARE_SALT).
     secret: signs packages for other processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
+    share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
+    (default: $QKVSHARE_SHARE; "": nowhere).
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
     every turn.
     """
@@ -32,6 +34,7 @@ class HostSettings:
     system: str = SHARED_SYSTEM
     salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
     secret: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SECRET", ""), repr=False)
+    share: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SHARE", ""), repr=False)
     handoff: bool = True
     measure_replay: bool = False
 

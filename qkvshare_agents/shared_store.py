@@ -14,6 +14,11 @@ from qkvshare_agents.page_store import Node, PageStore, _credit, _path, _remove,
 class SharedPageStore(PageStore):
     """PageStore with runs going out (`steps`) and coming in (`graft`)."""
 
+    @property
+    def root_key(self) -> bytes:
+        """A hash of the model and the salt."""
+        return self._root.key
+
     def held(self, ids: Sequence[int]) -> tuple[bytes, ...]:
         """Content addresses of the sealed runs that `ids` begin with: what nobody needs to send."""
         match = self.match(ids)
@@ -46,11 +51,11 @@ class SharedPageStore(PageStore):
             start += step.tokens
         return True
 
-    def graft(self, ids: Sequence[int], steps: Sequence[Step]) -> int:
+    def graft(self, ids: Sequence[int], steps: Sequence[Step], owners: Sequence[str] = ()) -> int:
         """Store the steps' pages under `ids`; returns how many leading ids have stored KV now.
 
-        Runs that are stored already keep their own page and their owners; what is new belongs to nobody. It ends
-        before the first run whose page neither travelled nor is here any more.
+        Runs that are stored already keep their own page; `owners` join theirs. It ends before the first run whose page
+        neither travelled nor is here any more.
         """
         run = tuple(ids)
         shares: dict[str, int] = {}  # up to which token owners of runs that make way own the ids
@@ -73,6 +78,8 @@ class SharedPageStore(PageStore):
                 if not other.sealed and common == len(other.ids) and other not in path:
                     _remove(other)
                     _inherit(shares, other, before)
+            for owner in owners:
+                shares[owner] = start
             _credit(path, shares)
             self._touch(path)
             self._evict()

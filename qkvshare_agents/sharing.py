@@ -1,0 +1,172 @@
+"""A host whose conversations go on in other processes: what it computes it publishes, and what it lacks it looks for.
+
+Nobody has to pass keys along. A package lies under a hash of (model and salt, the conversation's text up to an answer),
+and every process that is to answer next can say that text. The key only finds a package; whether its KV is used is
+decided on token ids, as always.
+"""
+
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from qkvshare_agents.courier import Courier
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError
+from qkvshare_agents.host import Host
+from qkvshare_agents.package import Package
+from qkvshare_agents.report import Arrival
+from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.transcript import Message, Prompt
+from qkvshare_agents.transport.interface import DEADLINE_MS, Transport
+from qkvshare_agents.transport.shm import ShmTransport
+from qkvshare_agents.turn import Answer, Turn
+
+_MOST_PARTS = 32  # packages that a newer one may build on; then all pages travel again
+_REMEMBERED = 100_000  # pages
+_PAUSE_S = 10.0  # after a failure; turns in between do not wait for a store that is down
+_PARTS, _OWNERS = "parts", "owners"  # in a package's metadata
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A published package that holds a page. until: monotonic seconds, a while before it expires."""
+
+    key: str
+    until: float
+
+
+def open_transport(address: str) -> Transport:
+    """The transport at `shm` (this user's shared memory), `redis://...` or `rediss://...`. Raises InvalidSetting."""
+    if address == "shm":
+        return ShmTransport()
+    if address.startswith(("redis://", "rediss://")):
+        from qkvshare_agents.transport.redis import RedisTransport
+
+        return RedisTransport(address)
+    raise InvalidSetting("share (QKVSHARE_SHARE) must be shm, redis://... or rediss://...")
+
+
+class SharingHost(Host):
+    """A Host on a transport. What can't be moved is no error: the turn reads the text, and its report says why.
+
+    An answer is published before it is returned, so that whoever hears of it finds its KV. Raises InvalidSetting for a
+    transport that others can reach when there is no secret. deadline_ms: of each call on the transport.
+    """
+
+    deadline_ms = DEADLINE_MS
+
+    def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
+        super().__init__(settings, engine)
+        self._transport = open_transport(settings.share)
+        self._courier = Courier(self, self._transport, deadline_ms=self.deadline_ms)
+        self._holders: OrderedDict[bytes, _Holder] = OrderedDict()  # by content address of the page
+        self._known: OrderedDict[str, None] = OrderedDict()  # keys of packages that this process made or took
+        self._paused_until = 0.0
+
+    def close(self) -> None:
+        super().close()
+        self._transport.close()
+
+    def _run(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
+        if not cancelled():
+            turn = replace(turn, arrival=self._look_for(turn))
+        answer = super()._run(turn, on_text, cancelled)
+        if not answer.calls:  # calls and their results stay with their agent, and so with this process
+            self._publish(turn, answer)
+        return answer
+
+    def _look_for(self, turn: Turn) -> Arrival:
+        """Take over what another process published of this conversation, unless it is here."""
+        settled = _settled(self.prompt(turn))
+        key = self._key(settled)
+        if not settled or key in self._known:
+            return turn.arrival
+        if time.monotonic() < self._paused_until:
+            return Arrival((f"{self._transport.name} failed moments ago, so KV of other processes is not looked for",))
+        try:
+            if self._transport.missing([key], deadline_ms=self.deadline_ms):
+                return turn.arrival
+        except TransportError as error:
+            self._paused_until = time.monotonic() + _PAUSE_S
+            return Arrival((f"KV of other processes was not looked for over {self._transport.name}: {error}",))
+        reasons: tuple[str, ...] = ()
+        ms, nbytes = 0.0, 0
+        for package, arrival in self._with_parts(key):
+            reasons, ms, nbytes = arrival.reasons, ms + arrival.transfer_ms, nbytes + arrival.moved_bytes
+            if package:
+                owners = self._owners(turn, package)
+                hidden = turn.access.readers is not None and not owners
+                reasons = (turn.access.reason,) if hidden else self.adopt(package, owners)
+        return Arrival(reasons, ms, nbytes)
+
+    def _with_parts(self, key: str) -> Iterator[tuple[Package | None, Arrival]]:
+        """The package under `key`, behind those that hold pages which it leaves out and which are not here."""
+        package, arrival = self._courier.fetch(key)
+        if package:
+            here = set(self.store.held(package.ids))
+            lacking = any(step.page is None and step.key not in here for step in package.steps)
+            parts = package.metadata.get(_PARTS, "").split()[:_MOST_PARTS] if lacking else []
+            for part in (p for p in parts if p != key and p not in self._known):
+                yield self._courier.fetch(part)
+                self._remember(part, None)
+            self._remember(key, package)
+        yield package, arrival
+
+    def _publish(self, turn: Turn, answer: Answer) -> None:
+        said = Message("assistant", answer.text, turn.speaker.name if turn.speaker.label else "")
+        following = replace(turn, messages=(*turn.messages, said))
+        key, now = self._key(_settled(self.prompt(following))), time.monotonic()
+        known = key in self._known
+        self._remember(key, None)  # what was said here is not looked for elsewhere
+        if known or now < self._paused_until:
+            return
+        held = {address: h.key for address, h in self._holders.items() if h.until > now}
+        try:
+            package = self.export(following, have=held)
+            parts = list(dict.fromkeys(held[step.key] for step in package.steps if step.page is None))
+            if len(parts) > _MOST_PARTS:
+                package, parts = self.export(following), []
+        except PackageError:
+            return  # nothing is stored of it, or KV of this model can't be moved: the turn's report said so
+        owners = " ".join(self._named(owner) for owner in turn.access.owners)
+        package = replace(package, metadata={_PARTS: " ".join(parts), _OWNERS: owners})
+        try:
+            new = bool(
+                self._transport.missing([key], deadline_ms=self.deadline_ms)
+            )  # else another process came to the same answer
+        except TransportError:
+            new = True
+        if new and not (sent := self._courier.post(package, key)).key:
+            if not sent.held_back:
+                self._paused_until = time.monotonic() + _PAUSE_S
+            return
+        self._remember(key, package)
+
+    def _remember(self, key: str, package: Package | None) -> None:
+        self._known[key] = None
+        if package:
+            until = time.monotonic() + (package.expires_ms / 1000 - time.time()) / 2
+            travelled = (step for step in package.steps if step.sealed and step.page is not None)
+            self._holders.update((step.key, _Holder(key, until)) for step in travelled)
+        for remembered in (self._known, self._holders):
+            while len(remembered) > _REMEMBERED:
+                remembered.popitem(last=False)
+
+    def _key(self, settled: Sequence[int]) -> str:
+        """A name for what was said so far; the same text has other ids where it was not generated."""
+        text = self.engine.template.encoder.decode(settled, keep_special=True)
+        return hmac.new(self.settings.secret.encode(), self.store.root_key + text.encode(), "sha256").hexdigest()
+
+    def _named(self, owner: str) -> str:
+        return hmac.new(self.settings.secret.encode(), self.store.root_key + owner.encode(), "sha256").hexdigest()[:32]
+
+    def _owners(self, turn: Turn, package: Package) -> tuple[str, ...]:
+        """Those of the package's owners whose pages `turn` may read."""
+        names = package.metadata.get(_OWNERS, "").split()
+        return tuple(owner for owner in turn.access.readers or () if self._named(owner) in names)
+
+
+def _settled(prompt: Prompt) -> tuple[int, ...]:
+    return prompt.ids[: max((end for end, _ in prompt.answers), default=0)]
