@@ -33,12 +33,12 @@ class Observer:
     refusal: why nothing can be observed, or None. calls: how many forwards were observed.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, layers: int, *, rotate_keys: bool, sinks: int, page_size: int
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, layers: int, *, rotate_keys: bool, sinks: int, page_size: int) -> None:
         self._model, self._layers = model, layers
         self._options = {"rotate_keys": rotate_keys, "sinks": sinks, "page_size": page_size}
-        self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        self._configs: list[Any] = list(
+            {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+        )
         self._implementation = str(model.config._attn_implementation)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._gains: dict[int, Tensor | None] = {}
@@ -88,9 +88,10 @@ class Observer:
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The attention function that the model would call without us."""
         where = sys.modules[type(module).__module__]
-        eager = getattr(where, "eager_attention_forward", None)
-        known = getattr(where, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-        return known.get_interface(self._implementation, eager)  # type: ignore[no-any-return]
+        eager: Any = getattr(where, "eager_attention_forward", None)
+        return getattr(where, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS).get_interface(
+            self._implementation, eager
+        )
 
     def see(
         self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None

@@ -13,15 +13,15 @@ between Z- = sum a_i exp(-E_i) and Z+ = sum a_i exp(E_i), so that
     keys alone:   |o' - o| <= sum |a'_j - a_j| |v_j - o|, and never more than max |v_j - o|
     values alone: |o' - o| <= sum a_j |dv_j|
 
-E_j is c sum_d |q_d| |dk_jd|, query and keys rotated if pages rotate keys. A group of range R that is rounded to b bits
-errs by at most R / (2 (2**b - 1)) (`half_steps`; plus fp16 rounding of scale and minimum). So do pages at 8 bits; below,
-the codec moves the ends of the range inwards and clamps, and the largest error has to be measured.
+E_j is c sum_d |q_d| |dk_jd|, query and keys rotated if pages rotate keys. A group of range R that is rounded to b
+bits errs by at most R / (2 (2**b - 1)) (`half_steps`; plus fp16 rounding of scale and minimum). So do pages at 8 bits;
+below, the codec moves the ends of the range inwards and clamps, and the largest error has to be measured.
 
 **Estimated** (`measure`, `Unit`: what allocation uses, since not all tokens err as badly as they can in the same
-direction). Errors are taken as independent, with mean zero. Those of a key's channel have the variance n R**2, those of a
-value's entries together n |v_j|**2; n depends on the width and was measured once for this codec, on normally
-distributed numbers (`NOISE`). Then e_j has the variance n t, t = c**2 sum_d q_d**2 R_d**2; E(exp(e) - 1) = n t / 2 and
-E(exp(e) - 1)**2 = n t + 7/4 (n t)**2 up to the second order in n t, so that
+direction). Errors are taken as independent, with mean zero. Those of a key's channel have the variance n R**2, those of
+a value's entries together n |v_j|**2; n depends on the width and was measured once for this codec, on normally
+distributed numbers (`NOISE`). Then e_j has the variance n t, t = c**2 sum_d q_d**2 R_d**2; E(exp(e) - 1) = n t / 2
+and E(exp(e) - 1)**2 = n t + 7/4 (n t)**2 up to the second order in n t, so that
 
     keys:   E|o' - o|**2 ~ n A + n**2 C,  A = t sum a_j**2 |v_j - o|**2,  C = t (7/4 A + t/4 |sum a_j (v_j - o)|**2)
     values: E|o' - o|**2 ~ n V,           V = sum a_j**2 |v_j|**2
