@@ -19,7 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qkvshare_agents.sensitivity import Seen, Unit, measure
 
-FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little, and looking would cost more than 3 %
+FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little
+# Tokens that are read between two observations, so that looking takes at most 3 % of reading
+TOKENS_BETWEEN = 768
 _ROWS = 8
 _NAMES = {"eager": "qkvshare_observed_eager", "sdpa": "qkvshare_observed_sdpa"}
 # Arguments that change what softmax sees or sums to, and that `sensitivity` knows nothing of
@@ -43,8 +45,10 @@ class Observer:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._gains: dict[int, Tensor | None] = {}
         self._streams: dict[str, Tensor] = {}
+        self._visible: dict[tuple[int, int, int | None], tuple[Tensor, Tensor]] = {}
         self._found: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._units: list[Unit] | None = None
+        self._read_tokens = TOKENS_BETWEEN  # since the last observation; the first one comes at once
         self.calls = 0
         self.refusal: str | None = None
         if self._implementation not in _NAMES:
@@ -52,11 +56,12 @@ class Observer:
 
     @contextmanager
     def watching(self, tokens: int, left: int = 0) -> Iterator[None]:
-        """Observe the forward inside, which reads `tokens` tokens, if it is the last of a prompt that is worth it.
+        """Observe the forward inside, which reads `tokens` tokens, if it is a prompt's last long one and it is time.
 
         left: how many tokens the prompt's further forwards will read.
         """
-        if self.refusal or tokens < FEWEST_TOKENS or left >= FEWEST_TOKENS:
+        self._read_tokens += tokens
+        if self.refusal or tokens < FEWEST_TOKENS or left >= FEWEST_TOKENS or self._read_tokens < TOKENS_BETWEEN:
             yield
             return
         name = _NAMES[self._implementation]
@@ -64,6 +69,7 @@ class Observer:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
         self._found.clear()
         self._streams.clear()
+        self._visible.clear()
         handles = [m.register_forward_pre_hook(self._note_stream, with_kwargs=True) for m in self._blocks()]
         implementations = [config._attn_implementation_internal for config in self._configs]
         _current.observer = self
@@ -78,6 +84,7 @@ class Observer:
             for handle in handles:
                 handle.remove()
             _current.observer = None
+        self._read_tokens = 0
         self._conclude()
 
     def take(self) -> list[Unit] | None:
@@ -98,13 +105,17 @@ class Observer:
     ) -> None:
         """One layer's call: query [1, HQ, n, Dk], keys [1, H, T, Dk], values [1, H, T, Dv]."""
         n, tokens = query.shape[2], keys.shape[2]
-        rows = torch.arange(1, _ROWS + 1, device=query.device) * n // _ROWS - 1
-        positions = tokens - n + rows
-        if mask is None:
+        step = n // _ROWS
+        rows = slice(n - 1 - step * (_ROWS - 1), n, step)
+        place = (n, tokens, None if mask is None else mask.data_ptr())
+        if place not in self._visible:  # the same for all layers of a kind
+            positions = torch.arange(tokens - n, tokens, device=query.device)[rows]
             visible = torch.arange(tokens, device=query.device) <= positions[:, None]
-        else:
-            visible = mask[0, 0, rows, :tokens]
-            visible = visible if visible.dtype == torch.bool else visible == 0
+            if mask is not None:
+                shown = mask[0, 0, rows, :tokens]
+                visible = shown if shown.dtype == torch.bool else shown == 0
+            self._visible[place] = positions, visible
+        positions, visible = self._visible[place]
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         seen = Seen(query[0, :, rows], keys[0], values[0], visible, positions, scaling)
@@ -135,8 +146,8 @@ class Observer:
         """Mean square length of the stream at a few tokens, none of them the first (a sink may be very long)."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
-            rows = torch.arange(1, _ROWS + 1, device=hidden.device) * hidden.shape[1] // _ROWS - 1
-            self._streams[self._names[id(block)]] = hidden[0, rows].float().square().sum(-1).mean()
+            rows = hidden[0, :: -(-hidden.shape[1] // _ROWS)][1:].float()
+            self._streams[self._names[id(block)]] = rows.square().sum() / len(rows)
 
     def _gain(self, layer: int, module: nn.Module, heads: int, dim: int) -> Tensor | None:
         """[HQ]: mean square of each head's columns of the output projection, times its rows: what a unit error adds

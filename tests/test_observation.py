@@ -4,13 +4,18 @@ import pytest
 import torch
 from support import tiny_engine
 
-from qkvshare_agents import page, sensitivity
+from qkvshare_agents import observation, page, sensitivity
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.observation import FEWEST_TOKENS, Observer
 from qkvshare_agents.page import Precision
 
 IDS = [(7 * i + i // 11) % 600 for i in range(400)]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observation, "TOKENS_BETWEEN", 1)
 
 
 def observe(engine: Engine, **options) -> Observer:
@@ -29,6 +34,7 @@ def read(engine: Engine, ids=IDS, split: int = 0):
     return engine.feed(run, ids[split:]), kv
 
 
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "gemma3_text", "mistral", "olmo2"])
 def test_results_are_the_same_bit_by_bit(kind: str, attention: str) -> None:
@@ -49,6 +55,7 @@ def test_results_are_the_same_bit_by_bit(kind: str, attention: str) -> None:
     assert observer.take() is None
 
 
+@pytest.mark.usefixtures("always")
 def test_it_sees_the_attention_that_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the sampled rows: weights times values is what the model's own attention gave, also in a window."""
     engine = tiny_engine("mistral", sliding_window=60)
@@ -102,6 +109,14 @@ def test_the_last_long_part_of_a_prompt_is_observed() -> None:
     kv = KVCache(engine.shape)
     engine.feed(engine.begin(kv), IDS * 2 + IDS[:240])  # 512 + 512 + 16: the second part
     assert observer.calls == 1
+
+
+def test_observations_keep_their_distance() -> None:
+    engine = tiny_engine()
+    observer = observe(engine)
+    for calls in (1, 1, 2, 2):  # 400 tokens each: the first at once, then one in 768
+        read(engine)
+        assert observer.calls == calls
 
 
 def test_what_it_can_not_observe_is_refused_with_the_reason() -> None:
