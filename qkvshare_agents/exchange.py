@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, device
 
-from qkvshare_agents.codec import Encoded
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import Page
+from qkvshare_agents.page import Part
+from qkvshare_agents.span import in_words
 from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.turn import Turn
 
@@ -41,9 +41,8 @@ class Exchange:
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         assert engine.shape is not None
-        shape = (engine.shape.layers, engine.shape.heads, engine.shape.key_dim, engine.shape.value_dim)
         ledger = _spoken(prompt, turn.messages, host.ledger)
-        return Package(settled, steps, engine.fingerprint, shape, ledger, handoff, metadata)
+        return Package(settled, steps, engine.fingerprint, engine.shape.groups, ledger, handoff, metadata)
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Store what came; returns why not, in words for the report. Nothing is stored unless all of it fits."""
@@ -86,9 +85,11 @@ def _mismatch(host: "Host", package: Package) -> str | None:
     assert shape is not None
     if differences := package.fingerprint.differences(engine.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
-    ours = (shape.layers, shape.heads, shape.key_dim, shape.value_dim)
-    if package.shape != ours:
-        return f"the package has KV of shape {package.shape}, this model {ours}"
+    if package.groups != shape.groups:
+        return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
+    held = (sum(len(part.layers) for part in step.page.keys) for step in package.steps if step.page)
+    if any(layers != shape.layers for layers in held):
+        return "the package has pages without the KV of all layers"
     vocabulary = engine.model.get_input_embeddings().num_embeddings
     if max(package.ids) >= vocabulary:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
@@ -117,11 +118,13 @@ def _on(where: device, step: Step) -> Step:
     page = step.page
     if page is None or where.type == "cpu":
         return step
-    native = (page.native[0].to(where), page.native[1].to(where)) if page.native else None
-    packed = (_moved(page.packed[0], where), _moved(page.packed[1], where)) if page.packed else None
-    return replace(step, page=Page(native, packed, page.hops))
+    keys, values = (tuple(_moved(part, where) for part in parts) for parts in (page.keys, page.values))
+    return replace(step, page=replace(page, keys=keys, values=values))
 
 
-def _moved(encoded: Encoded, where: device) -> Encoded:
-    minimum: Tensor | None = encoded.minimum.to(where) if encoded.minimum is not None else None
-    return replace(encoded, codes=encoded.codes.to(where), scale=encoded.scale.to(where), minimum=minimum)
+def _moved(part: Part, where: device) -> Part:
+    native, packed = part.native, part.packed
+    if packed:
+        minimum: Tensor | None = packed.minimum.to(where) if packed.minimum is not None else None
+        packed = replace(packed, codes=packed.codes.to(where), scale=packed.scale.to(where), minimum=minimum)
+    return Part(part.layers, None if native is None else native.to(where), packed)

@@ -140,8 +140,8 @@ class Runner:
             return ()
 
         def make_page(first: int, stop: int, sealed: bool) -> Page:
-            spans = kv.span(first, stop)
-            return seal(*spans, self._host.precision, starts_sequence=first == 0) if sealed else keep_native(*spans)
+            span = kv.span(first, stop)
+            return seal(span, self._host.precision, starts_sequence=first == 0) if sealed else keep_native(span)
 
         fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
