@@ -220,6 +220,32 @@ def list_packages(
     typer.echo(f"{len(files)} packages in {transport.directory}")
 
 
+@app.command("top")
+def top(
+    watch: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Show again every so often.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Agents of this user's running hosts: tokens, bytes, bits per layer, and the budget."""
+    import time
+
+    from qkvshare_agents import status
+
+    while True:
+        hosts = status.running()
+        if watch and not as_json:
+            typer.echo("\033[2J\033[H", nl=False)
+        if as_json:
+            typer.echo(json.dumps(hosts, indent=None if watch else 2))
+        else:
+            for host in hosts:
+                typer.echo("\n".join(status.lines(host)))
+            if not hosts:
+                typer.echo("no host is running, or none has answered yet")
+        if not watch:
+            return
+        time.sleep(watch)
+
+
 @app.command("gc")
 def collect(
     directory: Annotated[str | None, typer.Option(help="Of the packages; by default this user's in /dev/shm.")] = None,

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ class Observer:
         self._implementation = str(model.config._attn_implementation)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._gains: dict[int, Tensor | None] = {}
-        self._streams: dict[str, Tensor] = {}
+        self._sizes: dict[str, dict[str, Tensor]] = {}
+        self._output: tuple[str, Tensor] | None = None
         self._visible: dict[tuple[int, int, int | None], tuple[Tensor, Tensor]] = {}
-        self._found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._found: dict[int, tuple[Tensor, str]] = {}
         self._units: list[Unit] | None = None
         self._read_tokens = TOKENS_BETWEEN  # since the last observation; the first one comes at once
         self.calls = 0
@@ -68,9 +70,9 @@ class Observer:
         AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
         self._found.clear()
-        self._streams.clear()
+        self._sizes.clear()
         self._visible.clear()
-        handles = [m.register_forward_pre_hook(self._note_stream, with_kwargs=True) for m in self._blocks()]
+        handles = list(self._listen())
         implementations = [config._attn_implementation_internal for config in self._configs]
         _current.observer = self
         try:
@@ -83,7 +85,7 @@ class Observer:
                 config._attn_implementation_internal = implementation
             for handle in handles:
                 handle.remove()
-            _current.observer = None
+            _current.observer = self._output = None
         self._read_tokens = 0
         self._conclude()
 
@@ -121,8 +123,8 @@ class Observer:
         seen = Seen(query[0, :, rows], keys[0], values[0], visible, positions, scaling)
         layer = int(getattr(module, "layer_idx", len(self._found)))
         gain = self._gain(layer, module, query.shape[1], values.shape[-1])
-        stream = self._streams.get(self._names.get(id(module), "").rpartition(".")[0])
-        self._found[layer] = measure(seen, n, gain=gain, **self._options), stream  # type: ignore[arg-type]
+        block = self._names.get(id(module), "").rpartition(".")[0]
+        self._found[layer] = measure(seen, n, gain=gain, **self._options), block  # type: ignore[arg-type]
 
     def _conclude(self) -> None:
         if self.refusal or len(self._found) != self._layers:
@@ -130,24 +132,48 @@ class Observer:
             return
         found = [self._found[layer] for layer in sorted(self._found)]
         measured = torch.stack([numbers for numbers, _ in found])
-        if all(stream is not None for _, stream in found):
-            measured = measured / torch.stack([stream for _, stream in found if stream is not None])[:, None]
+        shares = [self._share(block) for _, block in found]
+        if all(share is not None for share in shares):
+            measured = measured * torch.stack([share for share in shares if share is not None])[:, None]
         units = [Unit(*numbers) for numbers in measured.tolist()]
         if bool(measured.isfinite().all()):
             self._units = units
             self.calls += 1
 
-    def _blocks(self) -> list[nn.Module]:
-        """Modules whose input is the residual stream: those that hold attention modules."""
-        names = [name for name, m in self._model.named_modules() if hasattr(m, "layer_idx") and "." in name]
-        return [self._model.get_submodule(parent) for parent in {name.rpartition(".")[0] for name in names}]
+    def _listen(self) -> Iterator[Any]:
+        """Hooks that note how long the residual stream is, the attention's output, and what of it joins the stream."""
+        parents = {name.rpartition(".")[0] for name, m in self._model.named_modules() if hasattr(m, "layer_idx")}
+        for name in parents - {""}:
+            block = self._model.get_submodule(name)
+            yield block.register_forward_pre_hook(partial(self._note_stream, name), with_kwargs=True)
+            for child in block.children():
+                yield child.register_forward_hook(partial(self._note_output, name, hasattr(child, "layer_idx")))
 
-    def _note_stream(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mean square length of the stream at a few tokens, none of them the first (a sink may be very long)."""
+    def _note_stream(self, block: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
-            rows = hidden[0, :: -(-hidden.shape[1] // _ROWS)][1:].float()
-            self._streams[self._names[id(block)]] = rows.square().sum() / len(rows)
+            self._sizes[block] = {"stream": _square_length(hidden)}
+
+    def _note_output(self, block: str, is_attention: bool, module: nn.Module, args: Any, output: Any) -> None:
+        """Some models normalise the attention's output before it joins the stream: whoever gets this very tensor."""
+        given = output[0] if isinstance(output, tuple) else output
+        if block not in self._sizes or not isinstance(given, Tensor) or given.dim() != 3:
+            return
+        if is_attention:
+            self._output = block, given
+            self._sizes[block]["output"] = self._sizes[block]["joining"] = _square_length(given)
+        elif self._output and self._output[0] == block and args and args[0] is self._output[1]:
+            self._sizes[block]["joining"] = _square_length(given)
+
+    def _share(self, block: str) -> Tensor | None:
+        """What makes squared errors of the attention's output shares of the stream behind the block."""
+        sizes = self._sizes.get(block, {})
+        if sizes.keys() != {"stream", "output", "joining"}:
+            return None
+        blocks = list(self._sizes)
+        behind = blocks[blocks.index(block) + 1 :]
+        stream = self._sizes[behind[0]]["stream"] if behind else sizes["stream"] + sizes["joining"]
+        return sizes["joining"] / (sizes["output"] * stream)
 
     def _gain(self, layer: int, module: nn.Module, heads: int, dim: int) -> Tensor | None:
         """[HQ]: mean square of each head's columns of the output projection, times its rows: what a unit error adds
@@ -162,6 +188,12 @@ class Observer:
                         squares = weight.detach().float().square().sum(1 - inputs)
                         self._gains[layer] = squares.view(heads, dim).mean(1)
         return self._gains[layer]
+
+
+def _square_length(hidden: Tensor) -> Tensor:
+    """Mean over a few tokens of [1, n, D], none of them the first: a sink may be very long."""
+    rows = hidden[0, :: -(-hidden.shape[1] // _ROWS)][1:].float()
+    return rows.square().sum() / len(rows)
 
 
 def _attend(

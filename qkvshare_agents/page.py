@@ -87,10 +87,15 @@ PRESETS = {
 }
 
 
+JOINT = "joint"  # widths are chosen for all agents together: `residents`
+
+
 def preset(name: str) -> Precision:
-    """The named precision. Raises InvalidSetting with the valid names."""
+    """The named precision; of `joint` what all its pages have in common. Raises InvalidSetting with the valid names."""
+    if name == JOINT:
+        return Precision()
     if name not in PRESETS:
-        raise InvalidSetting(f"no preset {name!r}; the presets are {', '.join(PRESETS)}")
+        raise InvalidSetting(f"no preset {name!r}; the presets are {', '.join(PRESETS)}, and {JOINT}")
     return PRESETS[name]
 
 

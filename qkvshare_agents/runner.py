@@ -12,6 +12,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
 from qkvshare_agents.planner import Mode, plan
 from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.residents import Key
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt, ledger_keys
@@ -41,9 +42,12 @@ class Runner:
                 f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
             )
         longest = min(turn.sampling.max_tokens or room, room)
+        agent = turn.scope, turn.speaker.name
         start = self._begin(prompt, longest, turn.access)
         reused = start.plan.reused_tokens
         logits = self._read(start, prompt, cancelled)
+        if engine.observer and (units := engine.observer.take()):
+            self._host.residents.observe(agent, units)
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
@@ -56,7 +60,8 @@ class Runner:
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
         noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
+        kept = self._keep(start, (*prompt.ids, *speech.ids), agent)
+        reasons = turn.arrival.reasons + start.plan.reasons + noticed + kept
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
             self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
@@ -133,26 +138,33 @@ class Runner:
                 start.snapshots[stop] = state
             position = stop
 
-    def _keep(self, start: Start, ids: Sequence[int]) -> tuple[str, ...]:
-        """Store the KV of what was fed; returns why not, if not."""
+    def _keep(self, start: Start, ids: Sequence[int], agent: Key) -> tuple[str, ...]:
+        """Store the KV of what was fed; returns why not, if not, and whether others' pages had to go."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:
             return ()
+        precision, sealed_tokens, evicted = self._host.precision_of(agent), 0, store.evicted_pages
 
         def make_page(first: int, stop: int, sealed: bool) -> Page:
+            nonlocal sealed_tokens
             span = kv.span(first, stop)
-            return seal(span, self._host.precision, starts_sequence=first == 0) if sealed else keep_native(span)
+            if not sealed:
+                return keep_native(span)
+            sealed_tokens += stop - first
+            return seal(span, precision, starts_sequence=first == 0)
 
         fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
         try:
-            sealed_tokens = len(fed) - self._host.precision.residual_length
-            store.extend(fed, self._host.precision.page_size, sealed_tokens, make_page, start.owners)
+            store.extend(fed, precision.page_size, len(fed) - precision.residual_length, make_page, start.owners)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
+        self._host.residents.note_turn(agent, fed, sealed_tokens)
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state
         for tokens, snapshot in start.snapshots.items():
             self._host.snapshots.keep(fed[:tokens], snapshot)
+        if dropped := store.evicted_pages - evicted:
+            return (f"{dropped} pages were dropped, least recently used first: {store.budget_bytes:,} bytes are full",)
         return ()
 
     def _replay_ms(self, prompt: Prompt) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.integrity import check_secret
-from qkvshare_agents.page import preset
+from qkvshare_agents.page import JOINT, preset
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
 
 
@@ -13,10 +13,12 @@ from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
 class HostSettings:
     """A model, and how its KV is laid out, stored and shared.
 
-    model: local directory, pulled name or Hub id. precision: a preset's name. budget_bytes: pages kept, over
-    all agents. layout: `relay` or `stock` (see transcript). system: the text that is the same for every agent
-    of the relay layout. salt: hosts with another salt never find each other's pages (default: $QKVSHARE_SALT).
-    secret: signs packages for other processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
+    model: local directory, pulled name or Hub id. precision: a preset's name; `joint` chooses widths for every agent,
+    layer, keys and values so that the budget holds and attention moves least (average_bits: at most so many bits per
+    value on average). budget_bytes: pages kept, over all agents. layout: `relay` or `stock` (see transcript). system:
+    the text that is the same for every agent of the relay layout. salt: hosts with another salt never find each other's
+    pages (default: $QKVSHARE_SALT). secret: signs packages for other processes, which need the same one (default:
+    $QKVSHARE_SECRET; "": unsigned).
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
@@ -29,6 +31,7 @@ class HostSettings:
     attn_implementation: str | None = None
     thinking: bool = False
     precision: str = "safe"
+    average_bits: float | None = None
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
@@ -40,6 +43,10 @@ class HostSettings:
 
     def __post_init__(self) -> None:
         preset(self.precision)
+        if self.average_bits is not None and (self.precision != JOINT or not 2 <= self.average_bits <= 8):
+            raise InvalidSetting(
+                f"average_bits={self.average_bits}: from 2 to 8, with precision={JOINT!r} only (not {self.precision!r})"
+            )
         check_secret(self.secret)
         if self.layout not in LAYOUTS:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")

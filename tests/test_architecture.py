@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Rank of every module; a module may import only lower ranks.
 RANKS = {
-    "sensitivity": 1, "budget": 0, "observation": 4,
+    "sensitivity": 1, "budget": 0, "observation": 4, "residents": 5, "status": 6,
     "errors": 0, "encoder": 0, "access": 0, "report": 2, "planner": 1, "sampling": 1, "fingerprint": 1, "toolcall": 1,
     "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 2, "detokenizer": 2, "transcript": 3,
     "codec": 1, "page": 2, "snapshot": 2, "page_store": 3, "kv_cache": 3, "layers": 4, "settings": 4, "engine": 5,

@@ -9,6 +9,7 @@ from qkvshare_agents.engine import Engine
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.observation import FEWEST_TOKENS, Observer
 from qkvshare_agents.page import Precision
+from qkvshare_agents.span import Block, Span
 
 IDS = [(7 * i + i // 11) % 600 for i in range(400)]
 
@@ -46,7 +47,8 @@ def test_results_are_the_same_bit_by_bit(kind: str, attention: str) -> None:
     before = engine.fingerprint
     got, seen = read(engine, split=130)
     assert torch.equal(got, expected)
-    assert all(torch.equal(a, b) for a, b in zip(seen.span(0, 400), native.span(0, 400), strict=True))
+    for (_, *ours), (_, *theirs) in zip(seen.span(0, 400).layers(), native.span(0, 400).layers(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert engine.model.config._attn_implementation == attention and engine.fingerprint == before
     assert observer.refusal is None and observer.calls == 2
     units = observer.take()
@@ -167,12 +169,11 @@ def test_bounds_hold_on_the_demo_model(demo_engine: Engine, monkeypatch: pytest.
         exact = seen.weights() @ seen.values
         for bits in (8, 4, 3, 2):
             keys, values = seen.keys.clone(), seen.values.clone()
+            whole = Span(320, (Block((0,), keys[None], values[None]),))
             for start in range(0, 320, 64):
-                out = keys[None, :, start : start + 64], values[None, :, start : start + 64]
-                sealed = page.seal(
-                    *(x.clone() for x in out), Precision(bits, bits, rotate_keys=True), starts_sequence=start == 0
-                )
-                sealed.open_into(*out)
+                span = whole.cut(start, start + 64)
+                precision = Precision(bits, bits, rotate_keys=True)
+                page.seal(span, precision, starts_sequence=start == 0).open_into(span)
             turned = [sensitivity._turned(x, True) for x in (keys, seen.keys)]
             bound = sensitivity.key_bound(seen, (turned[0] - turned[1]).abs(), rotated=True).reshape(exact.shape[:2])
             got = sensitivity.Seen(seen.query, keys, seen.values, seen.visible, seen.positions, seen.scaling).weights()
