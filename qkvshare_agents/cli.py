@@ -1,4 +1,4 @@
-"""The command line: `qkvshare models`, `bench`, `eval`, and `inspect`, `ls`, `gc` for packages.
+"""The command line: `qkvshare models`, `bench`, `eval`, and `inspect`, `ls`, `gc` for packages; `top` is elsewhere.
 
 Commands import what they need when they run, so that `--help` doesn't wait for torch.
 """
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qkvshare_agents import cli_budget
 from qkvshare_agents.errors import QKVShareError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ eval_app = typer.Typer(help="Compare ways to store KV caches.", no_args_is_help=
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
+cli_budget.add_to(app, eval_app)
 
 
 @models_app.command("pull")
@@ -218,32 +220,6 @@ def list_packages(
         left = file["expires_in_s"]
         typer.echo(f"{file['key']}\t{file['nbytes']:,} bytes\t{f'expires in {left} s' if left > 0 else 'expired'}")
     typer.echo(f"{len(files)} packages in {transport.directory}")
-
-
-@app.command("top")
-def top(
-    watch: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Show again every so often.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
-) -> None:
-    """Agents of this user's running hosts: tokens, bytes, bits per layer, and the budget."""
-    import time
-
-    from qkvshare_agents import status
-
-    while True:
-        hosts = status.running()
-        if watch and not as_json:
-            typer.echo("\033[2J\033[H", nl=False)
-        if as_json:
-            typer.echo(json.dumps(hosts, indent=None if watch else 2))
-        else:
-            for host in hosts:
-                typer.echo("\n".join(status.lines(host)))
-            if not hosts:
-                typer.echo("no host is running, or none has answered yet")
-        if not watch:
-            return
-        time.sleep(watch)
 
 
 @app.command("gc")

@@ -24,7 +24,7 @@ FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little
 # Tokens that are read between two observations, so that looking takes at most 3 % of reading
 TOKENS_BETWEEN = 768
 _ROWS = 8
-_NAMES = {"eager": "qkvshare_observed_eager", "sdpa": "qkvshare_observed_sdpa"}
+_KNOWN = ("eager", "sdpa", "qkvshare_eager", "qkvshare_sdpa")  # ours read packed pages with the former
 # Arguments that change what softmax sees or sums to, and that `sensitivity` knows nothing of
 _FOREIGN = ("s_aux", "position_bias", "softcap")
 _current = threading.local()
@@ -42,7 +42,7 @@ class Observer:
         self._configs: list[Any] = list(
             {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         )
-        self._implementation = str(model.config._attn_implementation)
+        self._implementation = ""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._gains: dict[int, Tensor | None] = {}
         self._sizes: dict[str, dict[str, Tensor]] = {}
@@ -53,8 +53,6 @@ class Observer:
         self._read_tokens = TOKENS_BETWEEN  # since the last observation; the first one comes at once
         self.calls = 0
         self.refusal: str | None = None
-        if self._implementation not in _NAMES:
-            self.refusal = f"attention {self._implementation!r} is not observed; {', '.join(_NAMES)} are"
 
     @contextmanager
     def watching(self, tokens: int, left: int = 0) -> Iterator[None]:
@@ -66,7 +64,12 @@ class Observer:
         if self.refusal or tokens < FEWEST_TOKENS or left >= FEWEST_TOKENS or self._read_tokens < TOKENS_BETWEEN:
             yield
             return
-        name = _NAMES[self._implementation]
+        self._implementation = str(self._model.config._attn_implementation)
+        if self._implementation not in _KNOWN:
+            self.refusal = f"attention {self._implementation!r} is not observed; eager and sdpa are"
+            yield
+            return
+        name = f"qkvshare_observed_{self._implementation}"
         AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
         self._found.clear()

@@ -55,7 +55,7 @@ class Residents:
 
     def __init__(self, base: Precision, shape: KVShape | None, *, average_bits: float | None = None) -> None:
         self._base, self._shape, self._average_bits = base, shape, average_bits
-        self._sizes = _page_sizes(shape, base) if shape else []
+        self._sizes = page_sizes(shape, base) if shape else []
         self._agents: dict[Key, Resident] = {}
         self._stale = True
         self._free = 0
@@ -115,17 +115,17 @@ class Residents:
         counts = [max(agent.sealed_tokens, _LEAST_TOKENS) // self._base.page_size + 1 for agent in agents]
         available = free_bytes // _NEWCOMERS
         if self._average_bits is not None:
-            pages = sum(counts) * sum(_interpolated(sizes, self._average_bits) for sizes in self._sizes)
+            pages = sum(counts) * sum(size_at(sizes, self._average_bits) for sizes in self._sizes)
             available = min(available, int(pages))
         seen = [agent.units for agent in agents if agent.units]
         if not seen:
             return self._choose_uniform(agents, sum(counts), available)
         self.uniform_because = ""
-        typical = _mean(seen)  # for agents of which nothing was seen yet
+        typical = mean_units(seen)  # for agents of which nothing was seen yet
         items: list[Item] = []
         turns = sum(agent.turns + 1 for agent in agents) / len(agents)
         for agent, count in zip(agents, counts, strict=True):
-            agent.curves = agent.curves or list(_curves(agent.units or typical, self._sizes))
+            agent.curves = agent.curves or list(curves_of(agent.units or typical, self._sizes))
             weight = agent.priority * (agent.turns + 1) / turns
             items += [Item(curve, weight, count) for curve in agent.curves]
         best = allocate(items, available)
@@ -168,7 +168,7 @@ class Residents:
         return rows
 
 
-def _page_sizes(shape: KVShape, precision: Precision) -> list[tuple[int, ...]]:
+def page_sizes(shape: KVShape, precision: Precision) -> list[tuple[int, ...]]:
     """Bytes of a full sealed page at each of WIDTHS: keys, then values, of each layer in turn."""
     found: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     tokens = precision.page_size
@@ -187,22 +187,22 @@ def _page_sizes(shape: KVShape, precision: Precision) -> list[tuple[int, ...]]:
     return [sizes for layer in sorted(found) for sizes in found[layer]]
 
 
-def _curves(units: Sequence[Unit], sizes: Sequence[tuple[int, ...]]) -> Iterator[Curve]:
+def curves_of(units: Sequence[Unit], sizes: Sequence[tuple[int, ...]]) -> Iterator[Curve]:
     for index, nbytes in enumerate(sizes):
         costs = units[index // 2].costs("values" if index % 2 else "keys")
         # Small heads may take as much at 3 bits as at 4
         kept = [i for i, size in enumerate(nbytes) if size not in nbytes[i + 1 :]]
-        yield Curve(*(tuple(each[i] for i in kept) for each in (nbytes, costs, WIDTHS)))
+        yield Curve(tuple(nbytes[i] for i in kept), tuple(costs[i] for i in kept), tuple(WIDTHS[i] for i in kept))
 
 
-def _mean(seen: Sequence[Sequence[Unit]]) -> list[Unit]:
+def mean_units(seen: Sequence[Sequence[Unit]]) -> list[Unit]:
     mean = list(seen[0])
     for count, units in enumerate(seen[1:], 2):
         mean = [old.moved(new, 1 / count) for old, new in zip(mean, units, strict=True)]
     return mean
 
 
-def _interpolated(nbytes: Sequence[int], bits: float) -> float:
+def size_at(nbytes: Sequence[int], bits: float) -> float:
     """Bytes at a width between those there are."""
     for (low, high), (a, b) in zip(pairwise(WIDTHS), pairwise(nbytes), strict=True):
         if bits <= high:

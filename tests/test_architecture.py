@@ -15,7 +15,7 @@ RANKS = {
     "turn": 5, "rotation": 6, "speech": 6, "payload": 1, "memory": 1, "integrity": 1, "container": 2, "manifest": 3,
     "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 7, "inspection": 6, "exchange": 6,
     "span": 1, "checks": 1,  # what pages and packages are made of
-    "host": 8, "courier": 9, "sharing": 10, "registry": 11, "eval": 12, "cli": 13,
+    "host": 8, "courier": 9, "sharing": 10, "registry": 11, "eval": 12, "cli_budget": 13, "cli": 14,
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {"engine", "observation", "configuration", "layers", "models", "eval", "fingerprint"}

@@ -9,7 +9,7 @@ from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.ledger import Member
 from qkvshare_agents.page import Precision
-from qkvshare_agents.residents import Residents, _page_sizes
+from qkvshare_agents.residents import Residents, page_sizes
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.sensitivity import WIDTHS, Unit
 from qkvshare_agents.transcript import Message
@@ -40,11 +40,11 @@ def test_sizes_are_what_pages_store(kind: str, bits: int) -> None:
     kv = KVCache(engine.shape)
     engine.feed(engine.begin(kv), list(range(64)))
     sealed = page.seal(kv.span(0, 64), Precision(bits, bits), starts_sequence=False)
-    assert sealed.nbytes == sum(sizes[WIDTHS.index(bits)] for sizes in _page_sizes(engine.shape, Precision()))
+    assert sealed.nbytes == sum(sizes[WIDTHS.index(bits)] for sizes in page_sizes(engine.shape, Precision()))
 
 
 def test_nothing_observed_means_all_layers_alike_within_what_is_free(engine) -> None:
-    sizes = _page_sizes(engine.shape, Precision())
+    sizes = page_sizes(engine.shape, Precision())
     pages = 17  # an agent is expected to fill these, and another one as many
     for pair in ((8, 8), (4, 4), (4, 2), (2, 2)):
         size = sum(s[WIDTHS.index(pair[i % 2])] for i, s in enumerate(sizes))
@@ -101,7 +101,7 @@ def test_an_agent_that_leaves_makes_room_for_the_others(engine) -> None:
     for key in (A, B):
         r.observe(key, EVEN)
         r.note_turn(key, range(4000), 4000)
-    free = 2 * 62 * 2 * sum(s[1] for s in _page_sizes(engine.shape, Precision()))
+    free = 2 * 62 * 2 * sum(s[1] for s in page_sizes(engine.shape, Precision()))
     both = sum(flat(r.precision(A, free)))
     r.leave(B)
     assert sum(flat(r.precision(A, free))) > both
