@@ -16,6 +16,7 @@ def no_verdicts_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("rotation")
         patch.setattr(rotation, "_directory", lambda: folder)
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))  # where hosts say what they hold
         yield
 
 

@@ -85,10 +85,10 @@ def run(
     """Measure every policy at every average width: {"header", "rows"}.
 
     Of each row: policy; team (`different` agents, or `clones` of one); agents, their number; average_bits; stored_bytes
-    of all agents (storages, everything counted); mean_kl in nats and top1, means over the agents, whose texts go on, are
-    repeated, or are asked for facts; needle_hits, the fraction found; peak_kv_bytes while the agents decode in turn:
-    all that is stored and what the running one holds besides; tokens_per_s of decoding. `skipped` says why there is no
-    such row.
+    of all agents (storages, everything counted); mean_kl in nats and top1, means over the agents, whose texts go on,
+    are repeated, or are asked for facts; needle_hits, the fraction found; peak_kv_bytes while the agents decode in
+    turn: all that is stored and what the running one holds besides; tokens_per_s of decoding. `skipped` says why there
+    is no such row.
     """
     if any(not 2 <= average <= 8 for average in averages):
         raise InvalidSetting(f"average widths go from 2 to 8, not {list(averages)}")
