@@ -67,7 +67,7 @@ def agents_that_differ(engine: Engine, tokens: int, positions: int) -> list[Agen
         cue = text(CUE)
         blocks = Block("continue", rest[:-1], rest[1:]), Block("repeat", cue + told[:-1], told)
         found.append(Agent(sample.kind, sample.ids[:tokens], blocks))
-    ids, hidden = needles.haystack(engine.template, 2 * tokens, 8, seed=tokens)
+    ids, hidden = needles.haystack(engine.template, 2 * tokens, max(1, min(8, tokens // 128)), seed=tokens)
     asked = tuple(Block("needle", needle.question + needle.answer[:-1], needle.answer) for needle in hidden)
     return [*found, Agent("retrieval", ids, asked)]
 
