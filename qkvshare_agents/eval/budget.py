@@ -24,7 +24,7 @@ from qkvshare_agents.eval.fidelity import conditions
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, kl_divergences, seal_all
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.observation import Observer
-from qkvshare_agents.page import Precision
+from qkvshare_agents.page import Precision, keep_native
 from qkvshare_agents.residents import curves_of, mean_units, page_sizes, size_at
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.sensitivity import Unit
@@ -105,7 +105,9 @@ def run(
             for policy, plan in _plans(engine.shape, precision, reads * copies, average).items():
                 row = {"team": name, "policy": policy, "agents": len(plan or reads * copies), "average_bits": average}
                 rows.append(row | (measured.row(plan) if plan else {"skipped": _NO_WIDTHS}))
-    header = conditions(engine, engine.shape) | {"tokens": tokens, "positions": positions, "decoded": _DECODED}
+    fp16_bytes = {"different": sum(engine.shape.fp16_bytes(len(r.agent.ids)) for r in team)}
+    fp16_bytes["clones"] = clones * engine.shape.fp16_bytes(len(team[0].agent.ids))
+    header = conditions(engine, engine.shape) | {"tokens": tokens, "positions": positions, "fp16_bytes": fp16_bytes}
     return {"header": header, "rows": rows}
 
 
@@ -167,12 +169,9 @@ class _Measured:
         self._seen: dict[tuple[str, Precision], dict[str, Any]] = {}
 
     def native(self) -> dict[str, Any]:
-        """Every agent with a native cache of its own."""
-        whole, longest = 0, max(self._reads, key=lambda read: len(read.agent.ids))
-        for read in self._reads:
-            kv = KVCache(self._shape)
-            kv.clear(len(read.agent.ids) + _DECODED)
-            whole += kv.nbytes
+        """Every agent with a native cache of its own, of exactly its tokens."""
+        longest = max(self._reads, key=lambda read: len(read.agent.ids))
+        whole = sum(keep_native(read.kv.span(0, len(read.agent.ids))).nbytes for read in self._reads)
         speed = _decode(self._engine, longest.kv)
         found = [_outcome(read, read.references) for read in self._reads]
         element = torch.finfo(self._shape.dtype).bits
