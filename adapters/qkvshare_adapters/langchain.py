@@ -75,6 +75,7 @@ class ChatQKVShare(BaseChatModel):
     attn_implementation: str | None = None
     thinking: bool = False
     precision: str = "safe"
+    average_bits: float | None = None
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
