@@ -146,7 +146,10 @@ def _plans(
     apart = allocate(items, room)
 
     def by_layer(widths: Sequence[int]) -> Precision:
-        return replace(precision, widths=tuple(zip(widths[::2], widths[1::2], strict=True)))
+        pairs = tuple(zip(widths[::2], widths[1::2], strict=True))
+        if len(set(pairs)) == 1:
+            return replace(precision, key_bits=pairs[0][0], value_bits=pairs[0][1])
+        return replace(precision, widths=pairs)
 
     def fixed(pair: tuple[int, int] | None) -> list[Precision] | None:
         return [replace(precision, key_bits=pair[0], value_bits=pair[1])] * len(reads) if pair else None
