@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from qkvshare_agents.codec import prepare
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, HostClosed
 from qkvshare_agents.exchange import Exchange
@@ -69,6 +70,7 @@ class Host:
             if not self._settled:
                 _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
                 if self.settings.handoff:
+                    prepare(self._engine.model.device)
                     self._precision = settle(self._precision, self._engine)
                 self._settled = True
             return self._engine

@@ -30,7 +30,8 @@ class HandoffReport:
     cache. first_token_ms: from the start of the turn to the first token, import included. transfer_ms: of the
     package that came before the turn; 0 within a process, where a handoff is a reference. quantize_ms: sealing what
     this turn added.
-    replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for.
+    replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for. kernels: what
+    encoded and decoded pages, `triton`, `cpu` or `torch`.
     """
 
     agent: str
@@ -48,6 +49,7 @@ class HandoffReport:
     quantize_ms: float
     total_ms: float
     replay_first_token_ms: float | None = None
+    kernels: str = ""
 
     @property
     def prefilled_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from qkvshare_agents.access import Access
+from qkvshare_agents.codec import kernels_name
 from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
@@ -77,6 +78,7 @@ class Runner:
             quantize_ms=quantize_ms,
             total_ms=total_ms,
             replay_first_token_ms=self._replay_ms(prompt) if self._host.settings.measure_replay else None,
+            kernels=kernels_name(engine.shape.device) if start.store and engine.shape else "",
         )
         self._host.reports.append(report)
         handle = start.store.address((*prompt.ids, *speech.ids)) if start.store else ""
