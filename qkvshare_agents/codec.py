@@ -4,7 +4,7 @@ Keys have channels with an offset and a range of their own, so a group runs alon
 channel*, KIVI, arXiv 2402.02750); values have not, so a group runs along one token's head (*per token*).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -53,6 +53,11 @@ class Encoded:
             minimum = minimum if minimum is None else minimum[..., :tokens, :]
         codes = self.codes[..., :tokens, :]
         return Encoded(codes, scale, minimum, self.bits, self.group, self.dim, self.group_size, self.rotated)
+
+    def layer(self, index: int) -> "Encoded":
+        """One layer of a stack [L, H, T, D]: [H, T, D], views of the same bytes."""
+        minimum = None if self.minimum is None else self.minimum[index]
+        return replace(self, codes=self.codes[index], scale=self.scale[index], minimum=minimum)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.codes, self.scale) if self.minimum is None else (self.codes, self.scale, self.minimum)

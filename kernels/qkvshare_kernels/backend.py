@@ -8,12 +8,14 @@ import importlib.util
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from qkvshare_kernels import cpu, plain
+from qkvshare_kernels import attention, cpu, plain
+from qkvshare_kernels.attention import Native, PackedPages
 
 NAMES = ("triton", "cpu", "torch")
 _log = logging.getLogger("qkvshare")
@@ -24,7 +26,7 @@ class KernelsUnavailable(RuntimeError):
 
 
 class Kernels(Protocol):
-    """What every implementation offers; shapes and errors as in `plain`."""
+    """What every implementation offers; shapes and errors as in `plain` and `attention`."""
 
     @property
     def name(self) -> str: ...
@@ -54,6 +56,8 @@ class Kernels(Protocol):
         rotate: bool = False,
     ) -> None: ...
 
+    def attention(self, query: Tensor, packed: PackedPages, native: Sequence[Native], scaling: float) -> Tensor: ...
+
 
 class TorchKernels:
     """`plain` as an object."""
@@ -61,6 +65,7 @@ class TorchKernels:
     name = "torch"
     quantize = staticmethod(plain.quantize)
     dequantize = staticmethod(plain.dequantize)
+    attention = staticmethod(attention.attention)
 
 
 class _CpuLibrary:

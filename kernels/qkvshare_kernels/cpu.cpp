@@ -716,3 +716,219 @@ void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint
     }
 }
 }
+
+namespace {
+
+// e**x for x <= 0 (Cephes' polynomial), relative error below 2e-7; 0 below -87.
+inline vec exponential(vec x) {
+    const vec bounded = most_of(x, fill(-87.0f));
+    const vec n = floor_of(bounded * 1.44269504088896341f + 0.5f);
+    const vec r = (bounded - n * 0.693359375f) - n * -2.12194440e-4f;
+    vec p = fill(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return (vec)((ivec)(p * (vec)power) & (x > -87.0f));
+}
+
+// Softmax over what has been read so far, and the values weighted with it, for the queries of one key head.
+struct Reader {
+    int queries, dk, dv;
+    std::vector<float> query, rotated, scaled, plain, turned, greatest, total, scores, row, weights;
+    Reader(int queries, int dk, int dv)
+        : queries(queries), dk(dk), dv(dv), query(queries * padded(dk)), rotated(queries * padded(dk)),
+          scaled(queries * padded(dk)), plain(queries * padded(dv)), turned(queries * padded(dv)),
+          greatest(queries, -INFINITY), total(queries), row(std::max(padded(dk), padded(dv)) + 64) {}
+    static int padded(int d) { return (d + W - 1) / W * W; }
+    static int slots(int64_t tokens) { return int(tokens + W - 1) / W * W; }
+
+    void begin_page(int64_t tokens) { scores.assign(size_t(queries) * slots(tokens), -INFINITY); }
+
+    void score(int t, int width, const float* row_, const float* q, const float* shift) {
+        const int d = padded(dk);
+        for (int g = 0; g < queries; g++) {
+            vec sum = fill(0);
+            for (int i = 0; i < d; i += W) sum += load(row_ + i) * load(q + g * d + i);
+            scores[size_t(g) * width + t] = fold_vector(sum) + (shift ? shift[g] : 0);
+        }
+    }
+
+    void weigh(int64_t tokens) {  // scores become weights; what was summed before is brought to the same greatest score
+        const int width = slots(tokens), d = padded(dv);
+        for (int g = 0; g < queries; g++) {
+            float* const s = &scores[size_t(g) * width];
+            vec most = fill(greatest[g]);
+            for (int i = 0; i < width; i += W) most = most_of(load(s + i), most);
+            const float now = most_in(most), fade = std::exp(greatest[g] - now);
+            vec sum = fill(0);
+            for (int i = 0; i < width; i += W) {
+                const vec p = exponential(load(s + i) - now);
+                store(s + i, p), sum += p;
+            }
+            total[g] = total[g] * fade + fold_vector(sum), greatest[g] = now;
+            if (fade == 1) continue;
+            for (int i = 0; i < d; i += W) {
+                store(&plain[g * d + i], load(&plain[g * d + i]) * fade);
+                store(&turned[g * d + i], load(&turned[g * d + i]) * fade);
+            }
+        }
+    }
+
+    void add(const float* values, const float* weight, int stride, float* to) {
+        const int d = padded(dv);
+        for (int g = 0; g < queries; g++) {
+            const float w = weight[size_t(g) * stride];
+            for (int i = 0; i < d; i += W) store(to + g * d + i, load(to + g * d + i) + load(values + i) * w);
+        }
+    }
+};
+
+struct Side {  // keys or values of one page, of all heads of a layer
+    const uint8_t* codes;
+    const uint16_t *scale, *minimum;
+    int64_t codes_stride, scale_stride;
+    int bits, group;
+    bool rotated;
+    explicit Side(const int64_t* f)
+        : codes(reinterpret_cast<const uint8_t*>(f[0])), scale(reinterpret_cast<const uint16_t*>(f[1])),
+          minimum(reinterpret_cast<const uint16_t*>(f[2])), codes_stride(f[3]), scale_stride(f[4]), bits(int(f[5])),
+          group(int(f[6])), rotated(f[7] != 0) {}
+};
+
+constexpr int SIDE_FIELDS = 8, FIELDS = 2 * SIDE_FIELDS + 1;
+
+void take_any(const uint8_t* c, Take take, int d, int bits, const float* scale, const float* least, float* out,
+              uint8_t* spread) {
+    if (take) return take(c, scale, least, 0, out);
+    if (bits == 8)
+        std::memcpy(spread, c, d);
+    else
+        unpack_row(c, spread, d, bits);
+    for (int i = 0; i < d; i += W) store(out + i, from_bytes(spread + i));
+    for (int i = d; i < Reader::padded(d); i++) out[i] = 0;
+}
+
+// Keys are read as codes: q.k = (q * scale).code + q.minimum, and a rotated query takes the place of rotated keys.
+void read_page(Reader& r, const int64_t* fields, int64_t head, const float* ones, const float* zeros) {
+    const Side k(fields), v(fields + SIDE_FIELDS);
+    const int64_t tokens = fields[2 * SIDE_FIELDS];
+    const int dk = Reader::padded(r.dk), dv = Reader::padded(r.dv), width = Reader::slots(tokens);
+    const int row_k = k.bits == 3 ? (r.dk + 7) / 8 * 3 : (r.dk * k.bits + 7) / 8;
+    const int row_v = v.bits == 3 ? (r.dv + 7) / 8 * 3 : (r.dv * v.bits + 7) / 8;
+    const Take take_k = fast_take(r.dk, k.bits), take_v = fast_take(r.dv, v.bits);
+    std::vector<uint8_t> spread(std::max(dk, dv) + 64);
+    std::vector<float> shift(r.queries);
+    r.begin_page(tokens);
+    for (int64_t start = 0; start < tokens; start += k.group) {
+        const int64_t at = head * k.scale_stride + start / k.group * r.dk;
+        std::fill(r.scaled.begin(), r.scaled.end(), 0.0f), std::fill(shift.begin(), shift.end(), 0.0f);
+        const float middle = float((1 << k.bits) - 1) / -2;
+        for (int g = 0; g < r.queries; g++) {
+            const float* const q = (k.rotated ? r.rotated.data() : r.query.data()) + g * dk;
+            for (int i = 0; i < r.dk; i++) {
+                const float scale = half_to_float(k.scale[at + i]);
+                r.scaled[g * dk + i] = q[i] * scale;
+                shift[g] += q[i] * (k.minimum ? half_to_float(k.minimum[at + i]) : scale * middle);
+            }
+        }
+        for (int64_t t = start; t < std::min(tokens, start + k.group); t++) {
+            const uint8_t* const c = k.codes + head * k.codes_stride + t * row_k;
+            take_any(c, take_k, r.dk, k.bits, ones, zeros, r.row.data(), spread.data());
+            r.score(int(t), width, r.row.data(), r.scaled.data(), shift.data());
+        }
+    }
+    r.weigh(tokens);
+    float* const sum = v.rotated ? r.turned.data() : r.plain.data();
+    const int groups = (r.dv + v.group - 1) / v.group;
+    const float middle = float((1 << v.bits) - 1) / -2;
+    std::vector<float> scale(dv), least(dv);
+    for (int64_t t = 0; t < tokens; t++) {
+        const uint8_t* const c = v.codes + head * v.codes_stride + t * row_v;
+        const int64_t at = head * v.scale_stride + t * groups;
+        take_any(c, take_v, r.dv, v.bits, ones, zeros, r.row.data(), spread.data());
+        if (groups == 1) {
+            const float s = half_to_float(v.scale[at]), l = v.minimum ? half_to_float(v.minimum[at]) : s * middle;
+            for (int i = 0; i < dv; i += W) store(&r.row[i], load(&r.row[i]) * s + l);
+        } else {
+            for (int i = 0; i < r.dv; i++) {
+                const int64_t j = at + i / v.group;
+                const float s = half_to_float(v.scale[j]), l = v.minimum ? half_to_float(v.minimum[j]) : s * middle;
+                r.row[i] = r.row[i] * s + l;
+            }
+        }
+        r.add(r.row.data(), &r.scores[t], width, sum);
+    }
+}
+
+void read_native(Reader& r, const char* keys, const char* values, Type type, int64_t tokens, int64_t key_stride,
+                 int64_t value_stride) {
+    const int width = Reader::slots(tokens);
+    r.begin_page(tokens);
+    std::fill(r.row.begin(), r.row.end(), 0.0f);
+    for (int64_t t = 0; t < tokens; t++) {
+        read_row(keys + t * key_stride, type, r.row.data(), r.dk);
+        r.score(int(t), width, r.row.data(), r.query.data(), nullptr);
+    }
+    r.weigh(tokens);
+    std::fill(r.row.begin(), r.row.end(), 0.0f);
+    for (int64_t t = 0; t < tokens; t++) {
+        read_row(values + t * value_stride, type, r.row.data(), r.dv);
+        r.add(r.row.data(), &r.scores[t], width, r.plain.data());
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// One query per query head [HQ, DK] (already multiplied with the scaling) over packed pages, given by FIELDS numbers
+// each, and runs of native tokens, given by 7 numbers each (keys, values, tokens, and strides of heads and tokens in
+// bytes: keys', values'). out [HQ, DV]. splits: parts of the pages that may be read at the same time.
+void qkvshare_attention(const float* query, float* out, int64_t heads, int queries, int dk, int dv,
+                        const int64_t* pages, int64_t page_count, const int64_t* natives, int64_t native_count,
+                        int type, float norm_k, float norm_v, int64_t splits, int threads) {
+    const int pk = Reader::padded(dk), pv = Reader::padded(dv);
+    const std::vector<float> ones(std::max(pk, pv), 1.0f), zeros(std::max(pk, pv), 0.0f);
+    const int64_t tasks = heads * splits;
+    std::vector<Reader> readers(tasks, Reader(queries, dk, dv));
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+    for (int64_t task = 0; task < tasks; task++) {
+        Reader& r = readers[task];
+        const int64_t head = task / splits, split = task % splits;
+        for (int g = 0; g < queries; g++) {
+            std::memcpy(&r.query[g * pk], query + (head * queries + g) * dk, size_t(dk) * 4);
+            std::memcpy(&r.rotated[g * pk], query + (head * queries + g) * dk, size_t(dk) * 4);
+            rotate_row(&r.rotated[g * pk], dk, norm_k);
+        }
+        const int64_t all = page_count + native_count;
+        for (int64_t i = all * split / splits; i < all * (split + 1) / splits; i++) {
+            if (i < page_count) {
+                read_page(r, pages + i * FIELDS, head, ones.data(), zeros.data());
+                continue;
+            }
+            const int64_t* const n = natives + (i - page_count) * 7;
+            read_native(r, reinterpret_cast<const char*>(n[0]) + head * n[3],
+                        reinterpret_cast<const char*>(n[1]) + head * n[4], Type(type), n[2], n[5], n[6]);
+        }
+    }
+    for (int64_t head = 0; head < heads; head++)
+        for (int g = 0; g < queries; g++) {
+            float greatest = -INFINITY, total = 0;
+            for (int64_t s = 0; s < splits; s++) greatest = std::max(greatest, readers[head * splits + s].greatest[g]);
+            std::vector<float> plain(pv), turned(pv);
+            for (int64_t s = 0; s < splits; s++) {
+                const Reader& r = readers[head * splits + s];
+                const float weight = std::exp(r.greatest[g] - greatest);  // 0 for a split that had nothing to read
+                total += r.total[g] * weight;
+                for (int i = 0; i < dv; i++) {
+                    plain[i] += r.plain[g * pv + i] * weight;
+                    turned[i] += r.turned[g * pv + i] * weight;
+                }
+            }
+            rotate_row(turned.data(), dv, norm_v);
+            float* const to = out + (head * queries + g) * dv;
+            for (int i = 0; i < dv; i++) to[i] = (plain[i] + turned[i]) / total;
+        }
+}
+}

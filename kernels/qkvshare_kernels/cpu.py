@@ -10,12 +10,15 @@ import hashlib
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from qkvshare_kernels import attention as plain_attention
 from qkvshare_kernels import plain
+from qkvshare_kernels.attention import Native, Packed, PackedPages
 
 NAME = "cpu"
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -25,6 +28,7 @@ _MARCH = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 _VALUES_PER_THREAD = 1 << 16
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _QUANTIZE = (_P, _I, _L, _L, _L, _I, _L, _L, _L, _I, _I, _I, _I, _F, _F, _P, _I, _P, _P, _I)
+_ATTENTION = (_P, _P, _L, _I, _I, _I, _P, _L, _P, _L, _I, _F, _F, _L, _I)
 _DEQUANTIZE = (_P, _P, _P, _P, _I, _L, _L, _L, _I, _L, _L, _L, _L, _L, _I, _I, _I, _F, _I, _I)
 
 
@@ -81,10 +85,12 @@ class CpuKernels:
         try:
             loaded = ctypes.CDLL(str(library))
             self._quantize, self._dequantize = loaded.qkvshare_quantize, loaded.qkvshare_dequantize
+            self._attention = loaded.qkvshare_attention
         except (OSError, AttributeError) as error:
             raise BuildError(f"the CPU kernels can't be loaded: {error}") from error
         self._quantize.argtypes, self._dequantize.argtypes = _QUANTIZE, _DEQUANTIZE
-        self._dequantize.restype = None
+        self._attention.argtypes = _ATTENTION
+        self._dequantize.restype = self._attention.restype = None
 
     def quantize(
         self,
@@ -152,6 +158,35 @@ class CpuKernels:
             norm(size) if rotate else 0.0, packed.shape[-1], _threads(out.numel()),
         )  # fmt: skip
 
+    def attention(self, query: Tensor, packed: PackedPages, native: Sequence[Native], scaling: float) -> Tensor:
+        """As `attention.attention`, on codes as they are: a page's scales go into the query and into the weights."""
+        native = [run for run in native if run[0].shape[-2]]
+        types = {tensor.dtype for run in native for tensor in run}
+        fits = len(types) < 2 and types <= _TYPES.keys() and all(t.stride(-1) == 1 for run in native for t in run)
+        table = _table(packed)
+        if query.device.type != "cpu" or not fits or table is None or not (native or packed.tokens):
+            return plain_attention.attention(query, packed, native, scaling)
+        heads = native[0][0].shape[0] if native else packed.pages[0][0].codes.shape[0]
+        size_v = native[0][1].shape[-1] if native else packed.pages[0][1].dim
+        scaled = query.float().contiguous() * scaling
+        out = torch.empty(query.shape[0], size_v)
+        runs = [
+            number
+            for keys, values in native
+            for number in (
+                keys.data_ptr(), values.data_ptr(), keys.shape[-2],
+                *(t.stride(i) * t.element_size() for i in (0, 1) for t in (keys, values)),
+            )
+        ]  # fmt: skip
+        threads = _threads((packed.tokens + sum(run[0].shape[-2] for run in native)) * heads * query.shape[-1])
+        parts = 1 if threads == 1 else -(-4 * threads // heads)
+        self._attention(
+            scaled.data_ptr(), out.data_ptr(), heads, query.shape[0] // heads, query.shape[-1], size_v,
+            table.data_ptr(), len(packed.pages), (ctypes.c_int64 * max(1, len(runs)))(*runs), len(native),
+            _TYPES[types.pop()] if types else 0, norm(query.shape[-1]), norm(size_v), parts, threads,
+        )  # fmt: skip
+        return out.to(query.dtype)
+
 
 def norm(size: int) -> float:
     """Factor of the rotation (`reference.rotate`)."""
@@ -205,3 +240,30 @@ def _flags() -> list[str]:
     level = _MARCH.get(torch.backends.cpu.get_cpu_capability()) if platform.machine() in ("x86_64", "AMD64") else None
     wide = [f"-march={level}", "-mprefer-vector-width=512"] if level else []
     return ["-O3", *wide, "-ffp-contract=off", "-fopenmp", "-Wno-psabi"]
+
+
+def _table(packed: PackedPages) -> Tensor | None:
+    """[pages, 17] numbers that `qkvshare_attention` reads pages by; None for forms it doesn't know."""
+    known: list[list[int]] = packed.prepared.setdefault(NAME, [])
+    table: Tensor | None = packed.prepared.get(f"{NAME} table")
+    if table is not None and len(known) == len(packed.pages):
+        return table
+    for keys, values in packed.pages[len(known) :]:
+        sides = [_side(keys, "channel"), _side(values, "token")]
+        if None in sides:
+            return None
+        known.append([*(n for side in sides for n in side or ()), keys.codes.shape[-2]])
+    packed.prepared[f"{NAME} table"] = table = torch.tensor(known, dtype=torch.int64)
+    return table
+
+
+def _side(x: Packed, group: str) -> list[int] | None:
+    """Views of a page's first tokens are taken as they are; everything else must lie in one run per head."""
+    tensors = [x.codes, x.scale, *([] if x.minimum is None else [x.minimum])]
+    if x.group != group or not all(t.stride(-1) == 1 and t.stride(-2) == t.shape[-1] for t in tensors):
+        return None
+    if x.minimum is not None and x.minimum.stride(0) != x.scale.stride(0):
+        return None
+    size = x.group_size or (max(x.codes.shape[-2], 1) if group == "channel" else x.dim)
+    addresses = [t.data_ptr() for t in tensors] + [0] * (x.minimum is None)
+    return [*addresses, x.codes.stride(0), x.scale.stride(0), x.bits, min(size, 1 << 30), int(x.rotated)]
