@@ -82,6 +82,15 @@ class KVCache:
         self._reserve(stop if not self._lengths else 0)  # without attention layers nothing was appended
         return self._keys[:, :, start:stop], self._values[:, :, start:stop]
 
+    def length(self, layer: int) -> int:
+        """Tokens of one layer; within a forward, layers that were run have more."""
+        return self._lengths[layer]
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of one layer's keys [H, T, Dk] and values [H, T, Dv]."""
+        stop = self._lengths[layer]
+        return self._keys[layer, :, :stop], self._values[layer, :, :stop]
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys [H, t, Dk] and values [H, t, Dv] of one layer; returns views of all its tokens [H, T, D]."""
         start = self._lengths[layer]

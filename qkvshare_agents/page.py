@@ -116,6 +116,25 @@ class Page:
             for encoded, out in zip(self.packed, (keys, values), strict=True):
                 codec.decode_into(encoded.head(wanted - split), out[..., split:, :])
 
+    def parts(self, layer: int, tokens: int) -> tuple[tuple[Tensor, Tensor] | None, tuple[Encoded, Encoded] | None]:
+        """The first `tokens` tokens of one layer as they are stored: native [H, t, D], then packed, by reference."""
+        split = min(tokens, self.native[0].shape[-2]) if self.native else 0
+        native = (self.native[0][layer, :, :split], self.native[1][layer, :, :split]) if self.native and split else None
+        if not self.packed or tokens == split:
+            return native, None
+        keys, values = (encoded.layer(layer).head(tokens - split) for encoded in self.packed)
+        return native, (keys, values)
+
+    def open_layer_into(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """`open_into` for one layer: views [H, t, D]."""
+        native, packed = self.parts(layer, keys.shape[-2])
+        split = native[0].shape[-2] if native else 0
+        for out, exact, encoded in zip((keys, values), native or (None,) * 2, packed or (None,) * 2, strict=True):
+            if exact is not None:
+                out[..., :split, :].copy_(exact)
+            if encoded is not None:
+                codec.decode_into(encoded, out[..., split:, :])
+
 
 def keep_native(keys: Tensor, values: Tensor) -> Page:
     """A page that copies the tokens as they are: the unfilled page, the residual window, or all of it."""
