@@ -47,8 +47,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ways
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("llama", name) for name in PRECISIONS), ("qwen3", "default"), ("gpt2", "tiny")]
+)
 def test_logits_equal_those_behind_opened_pages(kind: str, name: str, counted: list[str]) -> None:
     engine = tiny_engine(kind)
     assert engine.shape is not None
@@ -59,11 +60,11 @@ def test_logits_equal_those_behind_opened_pages(kind: str, name: str, counted: l
     native = opened(engine, kv)
     beside = engine.begin(native)
     counted.clear()
-    for token in IDS[200:230]:
+    for token in IDS[200:208]:
         assert distance(engine.feed(run, [token]), engine.feed(beside, [token])) < 1e-5
-    assert counted == ["attend"] * 30 * engine.shape.layers, "single tokens read codes"
-    assert distance(engine.feed(run, IDS[230:250]), engine.feed(beside, IDS[230:250])) < 1e-5
-    assert counted[-1] == "dequantized" and kv.tokens == run.tokens == 250
+    assert counted == ["attend"] * 8 * engine.shape.layers, "single tokens read codes"
+    assert distance(engine.feed(run, IDS[208:220]), engine.feed(beside, IDS[208:220])) < 1e-5
+    assert counted[-1] == "dequantized" and kv.tokens == run.tokens == 220
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
@@ -92,10 +93,10 @@ def test_no_native_copy_of_the_history_is_held() -> None:
     whole = 4 * 2 * engine.shape.layers * engine.shape.heads * engine.shape.key_dim
     kv.drop_scratch()
     assert kv.native_bytes <= 256 * whole, "the tail, in memory for 256 tokens"
-    for token in range(100):
+    for token in range(70):
         engine.feed(run, [token])
         kv.seal(precision)
-    assert kv.native_bytes <= 256 * whole and kv.tokens == history + 100
+    assert kv.native_bytes <= 256 * whole and kv.tokens == history + 70
     assert kv.page_bytes < 0.5 * history * whole / 2, "of fp16"
     kv.dequantized(0)
     assert kv.native_bytes <= (256 + (history + 356) / 6) * whole, "one layer at a time"

@@ -15,6 +15,7 @@ from torch import Tensor
 from qkvshare_kernels import plain
 
 Native = tuple[Tensor, Tensor]
+Part = tuple[Tensor, Tensor, Tensor]  # greatest score [H, G], sum of weights [H, G] and of weighted values [H, G, Dv]
 
 
 class Packed(Protocol):
@@ -62,20 +63,22 @@ def attention(query: Tensor, packed: PackedPages, native: Sequence[Native], scal
     query: [HQ, Dk]; each of the H key heads serves HQ / H neighbouring query heads. native: keys [H, T, Dk] and values
     [H, T, Dv] in the cache's dtype. Returns [HQ, Dv] in the query's dtype; sums are float32. There must be a token.
     """
-    totals: list[tuple[Tensor, Tensor, Tensor]] = []
-    for keys, values in packed.pages:
-        totals.append(_read(query, unpacked(keys, query), unpacked(values, query), scaling))
-    for run in native:
-        if run[0].shape[-2]:
-            totals.append(_read(query, run[0].float(), run[1].float(), scaling))
-    if not totals:
+    parts = [_read(query, unpacked(k, query), unpacked(v, query), scaling) for k, v in packed.pages]
+    return join(query, [*parts, *read_native(query, native, scaling)])
+
+
+def read_native(query: Tensor, native: Sequence[Native], scaling: float) -> list[Part]:
+    return [_read(query, keys.float(), values.float(), scaling) for keys, values in native if keys.shape[-2]]
+
+
+def join(query: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Attention over everything from what was read apart."""
+    if not parts:
         raise ValueError("there is no token to attend to")
-    greatest = torch.stack([part[0] for part in totals]).amax(0)
-    weights = [(part[0] - greatest).exp() for part in totals]
-    total = sum(part[1] * weight for part, weight in zip(totals, weights, strict=True))
-    out = sum(part[2] * weight[..., None] for part, weight in zip(totals, weights, strict=True))
-    assert isinstance(out, Tensor) and isinstance(total, Tensor)
-    return (out / total[..., None]).flatten(0, 1).to(query.dtype)
+    greatest, total, summed = (torch.stack(of_all) for of_all in zip(*parts, strict=True))
+    weights = (greatest - greatest.amax(0)).exp()
+    out = (summed * weights[..., None]).sum(0) / (total * weights).sum(0)[..., None]
+    return out.flatten(0, 1).to(query.dtype)
 
 
 def unpacked(packed: Packed, like: Tensor) -> Tensor:
@@ -98,8 +101,7 @@ def group_dim(packed: Packed) -> int:
     return -2 if packed.group == "channel" else -1
 
 
-def _read(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Greatest score [H, G], sum of weights [H, G] and of weighted values [H, G, Dv] of one part."""
+def _read(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     grouped = query.float().view(keys.shape[0], -1, keys.shape[-1]) * scaling
     scores = grouped @ keys.mT
     greatest = scores.amax(-1)

@@ -68,7 +68,7 @@ class TorchKernels:
     attention = staticmethod(attention.attention)
 
 
-class _CpuLibrary:
+class CpuLibrary:
     """The CPU library of this process: looked for once, and again when a build has finished."""
 
     def __init__(self) -> None:
@@ -102,6 +102,11 @@ class _CpuLibrary:
                 self._builder = threading.Thread(target=self._try, name="qkvshare-build", daemon=True)
                 self._builder.start()
 
+    def wait(self) -> None:
+        """Until a build that was begun has ended."""
+        if self._builder:
+            self._builder.join()
+
     def _try(self) -> None:
         try:
             self.build()
@@ -119,7 +124,7 @@ class _CpuLibrary:
         self._looked = True
 
 
-library = _CpuLibrary()
+library = CpuLibrary()
 _torch = TorchKernels()
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from qkvshare_kernels import attention as plain_attention
 from qkvshare_kernels import plain
-from qkvshare_kernels.attention import Native, Packed, PackedPages
+from qkvshare_kernels.attention import Native, PackedPages
+from qkvshare_kernels.layout import four, norm, row_bytes, side, units, viewed
 
 NAME = "cpu"
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -106,7 +107,7 @@ class CpuKernels:
         if x.device.type != "cpu" or x.dtype not in _TYPES or x.dim() < 2:
             return plain.quantize(x, bits, dim, symmetric=symmetric, group_size=group_size, fit=fit, rotate=rotate)
         *lead, tokens, size = x.shape
-        layers = _four(x if x.stride(-1) == 1 or size == 1 else x.contiguous())
+        layers = four(x if x.stride(-1) == 1 or size == 1 else x.contiguous())
         group = min(group_size or x.shape[dim], x.shape[dim])
         count, row = -(-x.shape[dim] // group), row_bytes(size, bits)
         codes = torch.empty(*lead, tokens, row, dtype=torch.uint8)
@@ -138,17 +139,11 @@ class CpuKernels:
         *_, tokens, size = out.shape
         if not out.numel():
             return
-        native = _viewed(out)
-        if native is None or packed.device.type != "cpu":
+        native = viewed(out)
+        if native is None or out.dtype not in _TYPES or {out.device.type, packed.device.type} != {"cpu"}:
             plain.dequantize(packed, scale, minimum, bits, dim, out, group_size=group_size, rotate=rotate)
             return
-        packed, codes_stride = _units(packed)
-        scale, scale_stride = _units(scale)
-        if minimum is not None:
-            minimum, minimum_stride = _units(minimum)
-            if minimum_stride != scale_stride:
-                minimum, scale = minimum.contiguous(), scale.contiguous()
-                scale_stride = scale.shape[-1] * scale.shape[-2]
+        packed, scale, minimum, codes_stride, scale_stride = units(packed, scale, minimum)
         group = min(group_size or out.shape[dim], out.shape[dim])
         if dim == -2:  # the first tokens of a page have its groups
             group = group_size or max(tokens, 1)
@@ -188,45 +183,6 @@ class CpuKernels:
         return out.to(query.dtype)
 
 
-def norm(size: int) -> float:
-    """Factor of the rotation (`reference.rotate`)."""
-    return float((size & -size) ** -0.5)
-
-
-def row_bytes(size: int, bits: int) -> int:
-    """Bytes of a token's packed head (`reference.pack`)."""
-    if bits == 3:
-        return -(-size // 8) * 3
-    return -(-size * bits // 8)
-
-
-def _four(x: Tensor) -> Tensor:
-    """[..., H, T, D] as [L, H, T, D]."""
-    if x.dim() <= 4:
-        return x.reshape(*[1] * (4 - x.dim()), *x.shape)
-    return x.reshape(-1, *x.shape[-3:])
-
-
-def _viewed(out: Tensor) -> Tensor | None:
-    """The same memory as [L, H, T, D] with D in one run, or None where there is no such view."""
-    if out.device.type != "cpu" or out.dtype not in _TYPES or out.stride(-1) != 1 or not 2 <= out.dim() <= 4:
-        return None
-    return out.view(*[1] * (4 - out.dim()), *out.shape)
-
-
-def _units(x: Tensor) -> tuple[Tensor, int]:
-    """`x` with heads at one distance, and that distance in elements: the first tokens of a page stay where they are."""
-    rows = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
-    if x.dim() == 2 or not rows or not _evenly(x):
-        x = x.contiguous()
-        return x, x.shape[-1] * x.shape[-2]
-    return x, x.stride(-3)
-
-
-def _evenly(x: Tensor) -> bool:
-    return all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 3))
-
-
 def _strides(x: Tensor) -> tuple[int, int, int]:
     size = x.element_size()
     return x.stride(0) * size, x.stride(1) * size, x.stride(2) * size
@@ -249,21 +205,9 @@ def _table(packed: PackedPages) -> Tensor | None:
     if table is not None and len(known) == len(packed.pages):
         return table
     for keys, values in packed.pages[len(known) :]:
-        sides = [_side(keys, "channel"), _side(values, "token")]
+        sides = [side(keys, "channel"), side(values, "token")]
         if None in sides:
             return None
-        known.append([*(n for side in sides for n in side or ()), keys.codes.shape[-2]])
+        known.append([*(n for found in sides for n in found or ()), keys.codes.shape[-2]])
     packed.prepared[f"{NAME} table"] = table = torch.tensor(known, dtype=torch.int64)
     return table
-
-
-def _side(x: Packed, group: str) -> list[int] | None:
-    """Views of a page's first tokens are taken as they are; everything else must lie in one run per head."""
-    tensors = [x.codes, x.scale, *([] if x.minimum is None else [x.minimum])]
-    if x.group != group or not all(t.stride(-1) == 1 and t.stride(-2) == t.shape[-1] for t in tensors):
-        return None
-    if x.minimum is not None and x.minimum.stride(0) != x.scale.stride(0):
-        return None
-    size = x.group_size or (max(x.codes.shape[-2], 1) if group == "channel" else x.dim)
-    addresses = [t.data_ptr() for t in tensors] + [0] * (x.minimum is None)
-    return [*addresses, x.codes.stride(0), x.scale.stride(0), x.bits, min(size, 1 << 30), int(x.rotated)]
