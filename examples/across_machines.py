@@ -77,13 +77,14 @@ async def ask(address: str) -> None:
         said = await runtime.send_message(Asked(texts, sources), AgentId(name, "default"))
         texts, sources, r = [*texts, said.text], [*sources, name], json.loads(said.report)
         print(f"[{name}] {said.text}\n\n-- {r['mode']}: {r['reused_tokens']} of {r['prompt_tokens']} tokens", end=" ")
-        print(f"came in {r['transfer_ms']:.0f} ms; first token after {r['first_token_ms']:.0f} ms,", end=" ")
+        print(f"reused, fetched in {r['transfer_ms']:.0f} ms; first token after {r['first_token_ms']:.0f} ms,", end=" ")
         print(f"by text replay {r['replay_first_token_ms']:.0f} ms; {r['reasons']} --\n")
     await runtime.stop()
 
 
 async def main(options: argparse.Namespace) -> None:
-    os.environ.setdefault("QKVSHARE_SECRET", secrets.token_hex(32))  # workers started here inherit it
+    os.environ.setdefault("QKVSHARE_SECRET", secrets.token_hex(32))  # workers started here inherit both
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     host = GrpcWorkerAgentRuntimeHost(options.address)
     host.start()
     shared = ["--address", options.address, "--redis", options.redis, "--model", options.model]
@@ -99,7 +100,7 @@ async def main(options: argparse.Namespace) -> None:
     finally:
         for worker in workers:
             worker.kill()
-        await host.stop(grace=0)
+        await host.stop(grace=1)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class Worker:
 
 
 def main(model: str, kill: str | None) -> None:
-    os.environ.setdefault("QKVSHARE_SECRET", secrets.token_hex(32))  # the workers inherit it, and sign with it
+    # The workers inherit these, and sign with the secret
+    os.environ |= {"QKVSHARE_SECRET": secrets.token_hex(32), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | os.environ
     coder, tester = Worker("coder", model), Worker("tester", model)
     try:
         _ = coder.hear("ready"), tester.hear("ready")
@@ -97,8 +98,7 @@ def main(model: str, kill: str | None) -> None:
         show("tester", tester.hear("answered"))
         ShmTransport().delete(first["key"])
     finally:
-        coder.kill()
-        tester.kill()
+        _ = coder.kill(), tester.kill()
 
 
 def show(role: str, answered: dict) -> None:

@@ -16,20 +16,24 @@ from qkvshare_kernels import backend
 from qkvshare_kernels.attention import PackedPages
 
 Native = tuple[Tensor, Tensor]
-_ROUND_TOKENS = 256
 
 
 class PackedCache:
-    """Pages of all layers, and the newest tokens in native precision. Not thread-safe: one turn at a time."""
+    """Pages of all layers, and the newest tokens in native precision. Not thread-safe: one turn at a time.
+
+    runs: each page with the place [start, stop) of its tokens, in order.
+    """
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
-        self.runs: list[tuple[Page, int, int]] = []  # page, and its tokens' place
+        self.runs: list[tuple[Page, int, int]] = []
         self._packed = [PackedPages() for _ in range(shape.layers)]
         self._native: list[list[Native]] = [[] for _ in range(shape.layers)]
+        self._halves: set[int] = set()  # layers of which some page packs keys only, or values only
+        self._groups = {layer: group for group in shape.groups for layer in group.layers}
         self._tail = KVCache(shape)
         self._settled = 0
-        self._scratch: Native | None = None
+        self._scratch: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -39,18 +43,14 @@ class PackedCache:
     @property
     def native_bytes(self) -> int:
         """Bytes of native keys and values that this cache holds beside its pages: the tail, and one layer's scratch."""
-        return self._tail.nbytes + sum(t.untyped_storage().nbytes() for t in self._scratch or ())
+        return self._tail.nbytes + (0 if self._scratch is None else self._scratch.untyped_storage().nbytes())
 
     @property
     def page_bytes(self) -> int:
         return sum(page.nbytes for page, _, _ in self.runs)
 
-    def drop_scratch(self) -> None:
-        """Free what `dequantized` wrote to."""
-        self._scratch = None
-
     def load(self, runs: Iterable[tuple[Page, int]]) -> None:
-        """Append the first `tokens` tokens of each page, in order, by reference. The tail must be empty."""
+        """Append the first `tokens` tokens of each page, in order, by reference. Before anything is appended."""
         for page, tokens in runs:
             self._add(page, tokens)
 
@@ -67,50 +67,56 @@ class PackedCache:
         """Pack the tail's full pages but for its newest `residual_length` tokens; returns how many tokens."""
         size, sealed, tail = precision.page_size, 0, self._tail
         while tail.tokens - sealed - precision.residual_length >= size:
-            page = seal(*tail.span(sealed, sealed + size), precision, starts_sequence=self._settled == 0)
+            page = seal(tail.span(sealed, sealed + size), precision, starts_sequence=self._settled == 0)
             self._add(page, size)
             sealed += size
         if sealed:
-            rest = tail.span(sealed, tail.tokens)
             self._tail = KVCache(self.shape)
             for layer in range(self.shape.layers):
-                self._tail.append(layer, rest[0][layer], rest[1][layer])
+                self._tail.append(layer, *(held[:, sealed:] for held in tail.layer(layer)))
         return sealed
 
     def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         """Attention of one new token: query [HQ, Dk] over all of the layer's tokens; returns [HQ, Dv]."""
-        native = [*self._native[layer], self._tail.of_layer(layer)]
         kernels = backend.kernels(self.shape.device)
+        if layer in self._halves:
+            return kernels.attention(query, PackedPages(), [self.dequantized(layer)], scaling)
+        native = [*self._native[layer], self._tail.layer(layer)]
         return kernels.attention(query, self._packed[layer], native, scaling)
 
     @torch.inference_mode()
     def dequantized(self, layer: int) -> Native:
         """Keys [H, T, Dk] and values [H, T, Dv] of one layer, valid until the next call for any layer."""
-        total = self.length(layer)
-        keys, values = (x[:, :total] for x in self._room(total))
+        keys, values = self._room(layer)
         for page, start, stop in self.runs:
-            page.open_layer_into(layer, keys[:, start:stop], values[:, start:stop])
-        tail = self._tail.of_layer(layer)
-        keys[:, self._settled :].copy_(tail[0])
-        values[:, self._settled :].copy_(tail[1])
+            for out, stored in zip((keys, values), page.layer(layer, stop - start), strict=True):
+                stored.open_into(out[:, start:stop])
+        for out, tail in zip((keys, values), self._tail.layer(layer), strict=True):
+            out[:, self._settled :].copy_(tail)
         return keys, values
+
+    def drop_scratch(self) -> None:
+        """Free what `dequantized` wrote to."""
+        self._scratch = None
 
     def _add(self, page: Page, tokens: int) -> None:
         for layer in range(self.shape.layers):
-            native, packed = page.parts(layer, tokens)
-            if native:
-                self._native[layer].append(native)
-            if packed:
-                self._packed[layer].append(*packed)
+            keys, values = page.layer(layer, tokens)
+            split, other = (0 if side.native is None else side.native.shape[-2] for side in (keys, values))
+            if split != other:
+                self._halves.add(layer)
+                continue
+            if keys.native is not None and values.native is not None:
+                self._native[layer].append((keys.native, values.native))
+            if keys.packed and values.packed:
+                self._packed[layer].append(keys.packed, values.packed)
         self.runs.append((page, self._settled, self._settled + tokens))
         self._settled += tokens
 
-    def _room(self, tokens: int) -> Native:
-        if self._scratch is None or self._scratch[0].shape[1] < tokens:
-            s = self.shape
-            room = -(-tokens // _ROUND_TOKENS) * _ROUND_TOKENS
-            keys, values = (
-                torch.empty(s.heads, room, dim, dtype=s.dtype, device=s.device) for dim in (s.key_dim, s.value_dim)
-            )
-            self._scratch = keys, values
-        return self._scratch
+    def _room(self, layer: int) -> Native:
+        group, tokens = self._groups[layer], self.length(layer)
+        sizes = [group.heads * tokens * dim for dim in (group.key_dim, group.value_dim)]
+        if self._scratch is None or self._scratch.numel() < sum(sizes):
+            self._scratch = torch.empty(sum(sizes) * 5 // 4, dtype=self.shape.dtype, device=self.shape.device)
+        keys, values, _ = self._scratch.split([*sizes, self._scratch.numel() - sum(sizes)])
+        return keys.view(group.heads, tokens, -1), values.view(group.heads, tokens, -1)

@@ -19,6 +19,7 @@ PRECISIONS = {
     "residual": Precision(4, 4, residual_length=70),
     "groups": Precision(3, 2, key_group_size=32, value_group_size=4),
     "native": preset("native"),
+    "widths": Precision(4, 4, widths=((8, 4), (3, None), (None, None))),
 }
 
 
@@ -62,7 +63,8 @@ def test_logits_equal_those_behind_opened_pages(kind: str, name: str, counted: l
     counted.clear()
     for token in IDS[200:208]:
         assert distance(engine.feed(run, [token]), engine.feed(beside, [token])) < 1e-5
-    assert counted == ["attend"] * 8 * engine.shape.layers, "single tokens read codes"
+    if name != "widths":  # where a page packs only keys or only values, the layer is opened
+        assert counted == ["attend"] * 8 * engine.shape.layers, "single tokens read codes"
     assert distance(engine.feed(run, IDS[208:220]), engine.feed(beside, IDS[208:220])) < 1e-5
     assert counted[-1] == "dequantized" and kv.tokens == run.tokens == 220
 
@@ -90,7 +92,7 @@ def test_no_native_copy_of_the_history_is_held() -> None:
     run = packed_attention.begin(engine, kv)
     history = 1500
     packed_attention.feed(engine, run, kv, [i % 600 for i in range(history)], precision)
-    whole = 4 * 2 * engine.shape.layers * engine.shape.heads * engine.shape.key_dim
+    whole = 4 * engine.shape.values_per_token
     kv.drop_scratch()
     assert kv.native_bytes <= 256 * whole, "the tail, in memory for 256 tokens"
     for token in range(70):
@@ -99,7 +101,7 @@ def test_no_native_copy_of_the_history_is_held() -> None:
     assert kv.native_bytes <= 256 * whole and kv.tokens == history + 70
     assert kv.page_bytes < 0.5 * history * whole / 2, "of fp16"
     kv.dequantized(0)
-    assert kv.native_bytes <= (256 + (history + 356) / 6) * whole, "one layer at a time"
+    assert kv.native_bytes <= (257 + 1.25 * (history + 70) / 6) * whole, "one layer at a time"
 
 
 def test_pages_of_a_store_are_read_by_reference() -> None:

@@ -5,6 +5,9 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -304,5 +307,41 @@ def test_everything_expires(valkey: str) -> None:  # noqa: F811
     keys = admin.keys("expiring:*")
     assert len(keys) == 6
     assert all(0 < admin.pttl(key) <= 70_000 for key in keys)
+    t.close()
+    admin.close()
+
+
+CHILD = """
+    import sys, time
+    from qkvshare_agents.payload import Payload
+    from qkvshare_agents.transport import redis
+    run = redis._run
+    def told(pipe):
+        run(pipe)  # all chunks are there, the record is not
+        print("now", flush=True)
+        time.sleep(60)
+    redis._run = told
+    redis.RedisTransport(sys.argv[1], prefix="killed").put(
+        "a", Payload([bytes(9_000_000)]), deadline_ms=60000, lifetime_ms=1
+    )
+"""
+
+
+def test_kill_9_during_a_put(valkey: str) -> None:  # noqa: F811
+    """Nothing can be read, the key is free, and what was written goes by itself."""
+    admin, t = redis.Redis.from_url(valkey), transport(valkey, prefix="killed")
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), valkey], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout and child.stdout.readline() == b"now\n"
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    left = admin.keys("killed:*")
+    assert len(left) > 1 and all(0 < admin.pttl(key) <= 11_000 for key in left)
+    with fails(PackageNotFound, "nothing is stored"):
+        t.get("a", deadline_ms=LONG_MS)
+    t.put("a", payload(), deadline_ms=LONG_MS)
+    assert t.get("a", deadline_ms=LONG_MS).nbytes == payload().nbytes
     t.close()
     admin.close()

@@ -16,6 +16,7 @@ from qkvshare_agents.layers import kinds_of, longest_window
 from qkvshare_agents.page import PRESETS, Precision
 from qkvshare_agents.page_store import PageStore
 from qkvshare_agents.snapshot import Snapshot
+from qkvshare_agents.span import in_words
 from qkvshare_agents.template import Ids
 
 _SHARED_TOKENS, _OWN_TOKENS = 100, 12
@@ -136,8 +137,7 @@ def show(model: str, engine: Engine, seconds: float) -> None:
     }
     if shape and not found["refusal"]:
         lines |= {
-            "KV": f"{shape.layers} layers x {shape.heads} heads x {shape.key_dim} + {shape.value_dim}, "
-            f"{shape.fp16_bytes(1):,} bytes a token in fp16",
+            "KV": f"{in_words(shape.groups)}, {shape.fp16_bytes(1):,} bytes a token in fp16",
             "reading": "in blocks" if found["reading"] == "blocks" else "token by token behind KV",
             "continue from": "any token" if found["cut"] else "where a turn ended or a cue began",
             "forks": "exact" if found["fork"] else "not exact",
