@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from qkvshare_agents import status
+from qkvshare_agents.codec import prepare
 from qkvshare_agents.drift import Canaries
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, HostClosed, InvalidSetting
@@ -20,12 +21,12 @@ from qkvshare_agents.exchange import Exchange
 from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.observation import Observer
 from qkvshare_agents.package import Package
-from qkvshare_agents.page import JOINT, Precision, preset
+from qkvshare_agents.page import Precision
 from qkvshare_agents.report import Arrival, HandoffReport
 from qkvshare_agents.residents import Key, Residents
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.runner import Runner
-from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.settings import JOINT, HostSettings
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.snapshot import SnapshotStore
 from qkvshare_agents.status import Notice
@@ -42,7 +43,7 @@ class Host:
 
     def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
         self.settings = settings
-        self._precision = preset(settings.precision)
+        self._precision = settings.base_precision
         self.ledger = Ledger()
         self.roster = Roster()
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
@@ -77,6 +78,7 @@ class Host:
             if not self._settled:
                 _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
                 if self.settings.handoff:
+                    prepare(self._engine.model.device)
                     self._precision = settle(self._precision, self._engine)
                 self._settle_in(self._engine)
                 self._settled = True

@@ -200,14 +200,16 @@ def _square_length(hidden: Tensor) -> Tensor:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **options: Any
 ) -> Any:
     """The model's own attention; then the observer looks."""
     observer: Observer = _current.observer
     output = observer.original(module)(module, query, key, value, attention_mask, **options)
     foreign = [name for name in _FOREIGN if options.get(name) is not None]
-    if foreign or not isinstance(key, Tensor) or not isinstance(value, Tensor):
-        observer.refusal = f"attention with {', '.join(foreign) or 'packed keys'} is not observed"
+    if packed := getattr(key, "kv", None):  # a handle of `packed_attention`
+        key, value = (x[None] for x in packed.dequantized(key.layer))
+    if foreign:
+        observer.refusal = f"attention with {', '.join(foreign)} is not observed"
     elif query.shape[0] == 1 and query.shape[2] > 1 and not observer.refusal:
         observer.see(module, query, key, value, attention_mask, options.get("scaling"))
     return output

@@ -36,7 +36,8 @@ class HandoffReport:
     this turn added.
     replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for.
     hops: how many handoffs lie between the text and this turn; 0 if it read all of it. canary_nats, canary_ms: of
-    the package that came before the turn, see `Arrival`.
+    the package that came before the turn, see `Arrival`. kernels: what encoded and decoded pages, `triton`, `cpu` or
+    `torch`.
     """
 
     agent: str
@@ -57,6 +58,7 @@ class HandoffReport:
     hops: int = 0
     canary_nats: float | None = None
     canary_ms: float = 0.0
+    kernels: str = ""
 
     @property
     def prefilled_tokens(self) -> int:

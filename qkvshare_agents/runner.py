@@ -2,15 +2,20 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from qkvshare_agents.codec import kernels_name
 from qkvshare_agents.drift import canary_of
-from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow
+from qkvshare_agents.engine import Run
+from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.lean_cache import LeanCache
+from qkvshare_agents.packed_attention import begin as begin_packed
 from qkvshare_agents.page import Page, keep_native, seal
 from qkvshare_agents.page_store import NO_MATCH
 from qkvshare_agents.planner import Mode, plan, stale_after
@@ -104,6 +109,7 @@ class Runner:
             quantize_ms=quantize_ms,
             total_ms=total_ms,
             replay_first_token_ms=self._replay_ms(prompt) if self._host.settings.measure_replay else None,
+            kernels=kernels_name(engine.shape.device) if start.store and engine.shape else "",
             hops=start.hops,
             canary_nats=turn.arrival.canary_nats,
             canary_ms=turn.arrival.canary_ms,
@@ -117,7 +123,8 @@ class Runner:
         shape = self._host.engine.shape
         assert shape is not None
         if self._kv is None or self._kv.shape != shape:
-            self._kv = KVCache(shape)
+            lean = self._host.settings.packed_history and shape.layers
+            self._kv = LeanCache(shape) if lean else KVCache(shape)
         self._held = ()
         self._kv.clear(tokens)
         return self._kv
@@ -161,8 +168,15 @@ class Runner:
         hops = hops if match.tokens else 0
         import_ms = _ms_since(importing)
         return Start(
-            engine.begin(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale)
+            self._run_on(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale)
         )
+
+    def _run_on(self, kv: KVCache) -> Run:
+        engine = self._host.engine
+        if isinstance(kv, LeanCache):
+            with suppress(UnsupportedModel):  # then one layer after the other becomes native
+                return replace(begin_packed(engine, kv.packed), kv=kv)
+        return engine.begin(kv)
 
     def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
         """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.integrity import check_secret
-from qkvshare_agents.page import JOINT, preset
+from qkvshare_agents.page import PRESETS, Precision, preset
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
+
+JOINT = "joint"  # widths are chosen for all agents together: `residents`
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,9 @@ class HostSettings:
     $QKVSHARE_SECRET; "": unsigned).
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
-    handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
-    every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per
+    packed_history: a turn reads what it continues from where it is stored, packed, and makes no native copy of it: less
+    memory, slower prompts. handoff: False replays text on every turn, the baseline. measure_replay: also time a text
+    replay after every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per
     token (default: by the model's dtype, see `drift`; inf: not compared). coarse_limit: how far packed KV may be off
     native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the text
     (0: never).
@@ -42,6 +45,7 @@ class HostSettings:
     salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
     secret: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SECRET", ""), repr=False)
     share: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SHARE", ""), repr=False)
+    packed_history: bool = False
     handoff: bool = True
     measure_replay: bool = False
     canary_limit: float | None = None
@@ -49,7 +53,9 @@ class HostSettings:
     refresh_every: int = 0
 
     def __post_init__(self) -> None:
-        preset(self.precision)
+        if self.precision not in {*PRESETS, JOINT}:
+            names = ", ".join(PRESETS)
+            raise InvalidSetting(f"no preset {self.precision!r}; the presets are {names}, and {JOINT}")
         if self.average_bits is not None and (self.precision != JOINT or not 2 <= self.average_bits <= 8):
             raise InvalidSetting(
                 f"average_bits={self.average_bits}: from 2 to 8, with precision={JOINT!r} only (not {self.precision!r})"
@@ -65,3 +71,8 @@ class HostSettings:
             raise InvalidSetting(
                 f"canary_limit ({self.canary_limit}) and coarse_limit ({self.coarse_limit}) must be above 0"
             )
+
+    @property
+    def base_precision(self) -> Precision:
+        """What all pages have in common."""
+        return Precision() if self.precision == JOINT else preset(self.precision)

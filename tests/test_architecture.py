@@ -14,11 +14,14 @@ RANKS = {
     "codec": 1, "page": 2, "snapshot": 2, "page_store": 3, "kv_cache": 3, "layers": 4, "settings": 4, "engine": 5,
     "turn": 5, "rotation": 6, "speech": 6, "payload": 1, "memory": 1, "integrity": 1, "container": 2, "manifest": 3,
     "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 7, "inspection": 6, "exchange": 6,
+    "packed_cache": 4, "packed_attention": 6, "lean_cache": 5,
     "span": 1, "checks": 1, "drift": 1,  # what pages and packages are made of
     "host": 8, "courier": 9, "sharing": 10, "registry": 11, "eval": 12, "cli_budget": 13, "cli": 14,
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
-KNOW_TRANSFORMERS = {"engine", "observation", "configuration", "layers", "models", "eval", "fingerprint"}
+KNOW_TRANSFORMERS = {
+    "engine", "observation", "configuration", "layers", "models", "packed_attention", "eval", "fingerprint",
+}  # fmt: skip
 
 
 def imports(path: Path) -> list[str]:

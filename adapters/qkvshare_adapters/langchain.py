@@ -79,6 +79,7 @@ class ChatQKVShare(BaseChatModel):
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
+    packed_history: bool = False
     handoff: bool = True
     measure_replay: bool = False
 

@@ -9,6 +9,7 @@ attention showed while the conversations were read, and keep to the bytes that f
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from qkvshare_agents.budget import Item, allocate
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.errors import InvalidSetting, UnsupportedModel
 from qkvshare_agents.eval import corpus, needles
 from qkvshare_agents.eval.cases import CUE, Block
 from qkvshare_agents.eval.fidelity import conditions
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, kl_divergences, seal_all
 from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.lean_cache import LeanCache
 from qkvshare_agents.observation import Observer
+from qkvshare_agents.packed_attention import begin as begin_packed
 from qkvshare_agents.page import Precision, keep_native
 from qkvshare_agents.residents import curves_of, mean_units, page_sizes, size_at
 from qkvshare_agents.rotation import settle
@@ -87,8 +90,9 @@ def run(
     Of each row: policy; team (`different` agents, or `clones` of one); agents, their number; average_bits; stored_bytes
     of all agents (storages, everything counted); mean_kl in nats and top1, means over the agents, whose texts go on,
     are repeated, or are asked for facts; needle_hits, the fraction found; peak_kv_bytes while the agents decode in
-    turn: all that is stored and what the running one holds besides; tokens_per_s of decoding. `skipped` says why there
-    is no such row.
+    turn: all that is stored and what the running one holds besides, reading its history packed; tokens_per_s of the one
+    with the longest; opened_peak_kv_bytes and opened_tokens_per_s with a native copy of it instead. `skipped` says why
+    there is no such row.
     """
     if any(not 2 <= average <= 8 for average in averages):
         raise InvalidSetting(f"average widths go from 2 to 8, not {list(averages)}")
@@ -175,7 +179,9 @@ class _Measured:
         """Every agent with a native cache of its own, of exactly its tokens."""
         longest = max(self._reads, key=lambda read: len(read.agent.ids))
         whole = sum(keep_native(read.kv.span(0, len(read.agent.ids))).nbytes for read in self._reads)
+        before = longest.kv.tokens
         speed = _decode(self._engine, longest.kv)
+        longest.kv.crop(before)
         found = [_outcome(read, read.references) for read in self._reads]
         element = torch.finfo(self._shape.dtype).bits
         return {
@@ -186,6 +192,8 @@ class _Measured:
             **_mean(found),
             "peak_kv_bytes": whole,
             "tokens_per_s": speed,
+            "opened_peak_kv_bytes": whole,
+            "opened_tokens_per_s": speed,
         }
 
     def row(self, plan: Sequence[Precision]) -> dict[str, Any]:
@@ -195,14 +203,17 @@ class _Measured:
         longest = max(range(len(plan)), key=lambda i: len(self._reads[i].agent.ids))
         read = self._reads[longest]
         store = seal_all(read.kv, read.agent.ids, plan[longest])
-        working = KVCache(self._shape)
-        bring(store, read.agent.ids, working, room_tokens=_DECODED)
-        speed = _decode(self._engine, working)
+        opened, lean = KVCache(self._shape), LeanCache(self._shape)
+        bring(store, read.agent.ids, opened, room_tokens=_DECODED)
+        lean.load(store.match(read.agent.ids).runs)
+        opened_speed, speed = _decode(self._engine, opened), _decode(self._engine, lean)
         return {
             "stored_bytes": stored,
             **_mean(found),
-            "peak_kv_bytes": stored + working.nbytes,
+            "peak_kv_bytes": stored + lean.nbytes,
             "tokens_per_s": speed,
+            "opened_peak_kv_bytes": stored + opened.nbytes,
+            "opened_tokens_per_s": opened_speed,
         }
 
     def _agent(self, read: _Read, precision: Precision) -> dict[str, Any]:
@@ -242,14 +253,15 @@ def _mean(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _decode(engine: Engine, kv: KVCache) -> float:
-    """Tokens per second of greedy decoding behind `kv`, which is cropped again."""
-    before, run = kv.tokens, engine.begin(kv)
+    """Tokens per second of greedy decoding behind `kv`, which holds them afterwards."""
+    run = engine.begin(kv)
+    if isinstance(kv, LeanCache):
+        with suppress(UnsupportedModel):
+            run = begin_packed(engine, kv.packed)
     logits = engine.feed(run, [0])
     assert logits is not None
     started = time.perf_counter()
     for _ in range(_DECODED):
         logits = engine.feed(run, [int(logits.argmax())])
         assert logits is not None
-    took = time.perf_counter() - started
-    kv.crop(before)
-    return _DECODED / took
+    return _DECODED / (time.perf_counter() - started)

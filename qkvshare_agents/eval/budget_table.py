@@ -9,7 +9,7 @@ from rich.table import Table
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import plot
 
-_COLUMNS = ("policy", "bits", "MB", "KL", "top1 %", "needle %", "peak MB", "less", "tok/s")
+_COLUMNS = ("policy", "bits", "MB", "KL", "top1 %", "needle %", "peak MB", "less", "tok/s", "opened", "tok/s")
 _MARKS = {"uniform": "o", "key_value_split": "s", "per_layer": "^", "joint": "*"}
 
 
@@ -17,7 +17,8 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result, a table for each team of agents.
 
     bits: average width of the codes. MB: of all agents, everything counted. KL of the next token in nats and top-1
-    against native KV, means over the agents. peak MB: of KV while agents decode in turn; less: than all of them native.
+    against native KV, means over the agents. peak MB: of KV while agents decode in turn, histories packed; less: than all of them
+    native. opened: peak MB with a native copy of the running one's history.
     """
     console = console or Console(width=100)
     h = result["header"]
@@ -46,6 +47,8 @@ def _cells(row: dict[str, Any], native_peak: int) -> list[str]:
         f"{row['peak_kv_bytes'] / 1e6:.1f}",
         f"{100 - 100 * row['peak_kv_bytes'] / native_peak:.0f} %",
         f"{row['tokens_per_s']:.1f}",
+        f"{row['opened_peak_kv_bytes'] / 1e6:.1f}",
+        f"{row['opened_tokens_per_s']:.1f}",
     ]
 
 
