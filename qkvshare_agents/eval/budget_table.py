@@ -17,8 +17,8 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result, a table for each team of agents.
 
     bits: average width of the codes. MB: of all agents, everything counted. KL of the next token in nats and top-1
-    against native KV, means over the agents. peak MB: of KV while agents decode in turn, histories packed; less: than all of them
-    native. opened: peak MB with a native copy of the running one's history.
+    against native KV, means over the agents. peak MB: of KV while agents decode in turn, histories packed; less: than
+    all of them native. opened: peak MB with a native copy of the running one's history.
     """
     console = console or Console(width=100)
     h = result["header"]
