@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.budget import Item, allocate
+from qkvshare_agents.codec import prepare
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, UnsupportedModel
 from qkvshare_agents.eval import corpus, needles
@@ -99,6 +100,7 @@ def run(
     engine = engine or Engine.load(model)
     if engine.refusal or engine.shape is None or not engine.shape.layers:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
+    prepare(engine.model.device)
     precision = settle(Precision(), engine)
     team = [_read(engine, agent, precision) for agent in agents_that_differ(engine, tokens, positions)]
     rows: list[dict[str, Any]] = []
