@@ -24,7 +24,8 @@ FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little
 # Tokens that are read between two observations, so that looking takes at most 3 % of reading
 TOKENS_BETWEEN = 768
 _ROWS = 8
-_KNOWN = ("eager", "sdpa", "qkvshare_eager", "qkvshare_sdpa")  # ours read packed pages with the former
+# Attention of transformers, and ours that calls it: over packed pages, and with a look at what tokens receive
+_KNOWN = [ours + name for name in ("eager", "sdpa") for ours in ("", "qkvshare_", "qkvshare_metered_")]
 # Arguments that change what softmax sees or sums to, and that `sensitivity` knows nothing of
 _FOREIGN = ("s_aux", "position_bias", "softcap")
 _current = threading.local()
