@@ -91,6 +91,15 @@ class KVCache:
         self._reserve(stop if not self._lengths else 0)  # without attention layers nothing was appended
         return self._keys[:, :, start:stop], self._values[:, :, start:stop]
 
+    def append_all(self, keys: Tensor, values: Tensor) -> None:
+        """Add keys [L, H, t, Dk] and values [L, H, t, Dv] of all layers."""
+        start = self.tokens
+        stop = start + keys.shape[-2]
+        self._reserve(stop)
+        for ours, given in zip(self.span(start, stop), (keys, values), strict=True):
+            ours.copy_(given)
+        self._lengths = [stop] * self.shape.layers
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys [H, t, Dk] and values [H, t, Dv] of one layer; returns views of all its tokens [H, T, D]."""
         start = self._lengths[layer]
