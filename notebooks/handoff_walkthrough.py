@@ -29,6 +29,7 @@ from qkvshare_agents.page import PRESETS, seal
 from qkvshare_agents.report import table
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.span import Block, Span
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
 from qkvshare_kernels import reference
@@ -92,7 +93,7 @@ match = host.store.match(prompt.ids)
 figure, axes = plt.subplots(figsize=(10, 1.9), layout="constrained")
 start = 0
 for (page, tokens), node in zip(match.runs, match.nodes, strict=True):
-    native = page.native[0].shape[-2] if page.native else 0
+    native = max(part.native_tokens for part in page.keys)
     for left, width, colour in (
         (start, min(native, tokens), "tab:orange"),
         (start + native, tokens - native, "tab:blue"),
@@ -121,9 +122,10 @@ LAYER, HEAD = 12, 1
 long_prompt = (engine.template.head("", (), " ".join([task.text, code, test])) * 4)[:256]
 kv = KVCache(engine.shape)
 engine.feed(engine.begin(kv), long_prompt)
-keys, values = (part.clone() for part in kv.span(0, len(long_prompt)))
+(block,) = kv.span(0, len(long_prompt)).blocks  # all layers are alike here, and stacked
+keys, values = block.keys.clone(), block.values.clone()
 
-rotation = reference.hadamard(engine.shape.key_dim, keys.device)
+rotation = reference.hadamard(keys.shape[-1], keys.device)
 page_keys = keys[LAYER, HEAD, 64:128]
 figure, both = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained", sharey=True)
 for axes, shown, title in zip(both, (page_keys, page_keys @ rotation), ("keys", "rotated keys"), strict=True):
@@ -164,10 +166,10 @@ def attention(k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
 def stored(preset: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as a reader gets them back."""
     precision, k, v = settle(PRESETS[preset], engine), keys.clone(), values.clone()
-    for start in range(0, k.shape[2], precision.page_size):
-        span = slice(start, start + precision.page_size)
-        page = seal(keys[:, :, span], values[:, :, span], precision, starts_sequence=start == 0)
-        page.open_into(k[:, :, span], v[:, :, span])
+    span = Span(k.shape[2], (Block(block.layers, k, v),))
+    for start in range(0, span.tokens, precision.page_size):
+        part = span.cut(start, start + precision.page_size)
+        seal(part, precision, starts_sequence=start == 0).open_into(part)
     return k, v
 
 

@@ -4,6 +4,7 @@
 """
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from qkvshare_agents import fingerprint, models
 from qkvshare_agents.configuration import active_adapters, eos_ids, rope_switch_tokens
+from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
@@ -38,6 +40,7 @@ class Run:
     kv: KVCache | None
     tokens: int
     ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
+    expected: deque[Tensor] = field(default_factory=lambda: deque(maxlen=WATCHED))  # logits behind the last tokens
 
 
 class Engine:
@@ -154,12 +157,13 @@ class Engine:
         return 1 if self._replay == "steps" and run.tokens else count
 
     @torch.inference_mode()
-    def logits(self, kv: KVCache, ids: Sequence[int], count: int) -> Tensor:
+    def logits(self, kv: KVCache, ids: Sequence[int], count: int, gap: int = 0) -> Tensor:
         """Logits [count, V] in float32 behind each of the last `count` of `ids`, read behind `kv` and then forgotten.
 
-        One forward for all of `ids`: for measurements, where the ids are known beforehand.
+        One forward for all of `ids`: for measurements, where the ids are known beforehand. gap: positions between.
         """
         before, run = kv.tokens, self.begin(kv)
+        run.tokens += gap
         try:
             if self._replay == "chunks" or not before:
                 return self._read(run, ids, count)
@@ -191,7 +195,11 @@ class Engine:
             run.ids += ids
         if run.kv is None and self._replay == "whole":
             run.cache, run.tokens, ids = None, 0, run.ids
-        return self._read(run, ids, 1)[0]
+        logits = self._read(run, ids, 1)[0]
+        if len(ids) > 1:
+            run.expected.clear()  # behind tokens in between nothing was computed
+        run.expected.append(logits)
+        return logits
 
     def _read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
         device = self.model.device

@@ -1,5 +1,6 @@
 """What a prompt continues from when it does not fit into the context."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qkvshare_agents import fitting
@@ -38,9 +39,11 @@ def fit(
     assemblies: Assemblies | None = None,
     readers: Readers | None = None,
     immovable: str | None = None,
+    mass: Sequence[float] | None = None,
 ) -> Fitted:
     """Drop what follows the header, in KV if most is reused that way, else in the text.
 
+    mass: attention that the leading tokens received; then of the KV what received least is dropped.
     sinks: first tokens that stay if the header is long. assemblies: of the store; None if KV can't be handed over.
     immovable: why stored KV can't be moved to other positions, if so. Raises ContextOverflow if nothing helps.
     """
@@ -51,6 +54,11 @@ def fit(
 
     def head(already: Spans = ()) -> Spans:
         return fitting.cut_head(len(prompt.ids), prompt.header, sinks, starts, room, already)
+
+    def least(source: Source) -> Spans:
+        seen, already = (mass or ())[: source.covered], source.assembly.dropped
+        found = fitting.cut_least(len(prompt.ids), prompt.header, sinks, seen, room, already)
+        return found if fitting.count(found) >= lacking else head(already)
 
     text = _as_text(prompt, head(), room, immovable)
     if assemblies is None:
@@ -68,7 +76,7 @@ def fit(
         elif before >= lacking:
             found, tokens = _moved(prompt, source, source.assembly, source.assembly.dropped, room), source.tokens
         else:
-            dropped = head(source.assembly.dropped)
+            dropped = least(source) if mass else head(source.assembly.dropped)
             rest = source.without(dropped)
             if rest.tokens <= dropped[0][0] or dropped[-1][1] > source.covered:
                 continue  # nothing is stored behind what goes

@@ -8,9 +8,10 @@ from typing import Any
 
 from qkvshare_agents import integrity
 from qkvshare_agents.errors import InvalidSetting, PackageError
-from qkvshare_agents.manifest import Plane
+from qkvshare_agents.manifest import Manifest, PartHead, Run
 from qkvshare_agents.package import inspect
 from qkvshare_agents.payload import Payload
+from qkvshare_agents.span import LayerGroup, in_words
 from qkvshare_agents.transport.interface import check_key
 from qkvshare_agents.transport.shm import ShmTransport
 
@@ -45,7 +46,6 @@ def describe(payload: Payload, *, secret: str = "") -> dict[str, Any]:
         given = bytes(payload.read(*contents.of(mac)))
         right = integrity.equal(given, integrity.mac(m.algorithm, secret, contents.head))
         signature = "valid" if right else "wrong: damaged, or another secret"
-    layers, heads, key_dim, value_dim = m.shape
     return {
         "id": m.id,
         "nbytes": payload.nbytes,
@@ -55,23 +55,24 @@ def describe(payload: Payload, *, secret: str = "") -> dict[str, Any]:
         "signature": signature,
         "digest": m.algorithm,
         "fingerprint": vars(m.fingerprint),
-        "shape": {"layers": layers, "heads": heads, "key_dim": key_dim, "value_dim": value_dim},
+        "groups": [vars(group) for group in m.groups],
         "tokens": m.tokens,
         "covered_tokens": sum(run.tokens for run in m.runs),
         "answers": len(m.ledger),
-        "runs": [
-            {
-                "tokens": run.tokens,
-                "key": run.key,
-                "sealed": run.sealed,
-                "native_tokens": run.page.native if run.page else None,
-                "keys": _plane(run.page.keys) if run.page else None,
-                "values": _plane(run.page.values) if run.page else None,
-                "hops": run.page.hops if run.page else None,
-                "digest": run.page.digest if run.page else None,
-            }
-            for run in m.runs
-        ],
+        "runs": [_run(m, run) for run in m.runs],
+    }
+
+
+def _run(m: Manifest, run: Run) -> dict[str, Any]:
+    layout = m.layouts[run.page.layout] if run.page else None
+    return {
+        "tokens": run.tokens,
+        "key": run.key,
+        "sealed": run.sealed,
+        "hops": run.page.hops if run.page else None,
+        "digest": run.page.digest if run.page else None,
+        "keys": [_part(part) for part in layout.keys] if layout else None,
+        "values": [_part(part) for part in layout.values] if layout else None,
     }
 
 
@@ -83,14 +84,14 @@ def show(described: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    d, shape = described, described["shape"]
+    d = described
     console = Console()
     expires = datetime.fromtimestamp(d["expires_ms"] / 1000).isoformat(" ", "seconds")
     console.print(f"package {d['id']}: {d['nbytes']:,} bytes, {d['header_bytes']:,} of them header", highlight=False)
     console.print(f"expires {expires}; {d['digest']}, signature {d['signature']}", highlight=False)
     console.print(
-        f"KV of {d['covered_tokens']} of {d['tokens']} tokens, {d['answers']} answers; {shape['layers']} layers, "
-        f"{shape['heads']} heads, head size {shape['key_dim']} / {shape['value_dim']}",
+        f"KV of {d['covered_tokens']} of {d['tokens']} tokens, {d['answers']} answers; "
+        + in_words(LayerGroup(**group) for group in d["groups"]),
         highlight=False,
     )
     for aspect, value in d["fingerprint"].items():
@@ -101,8 +102,8 @@ def show(described: Mapping[str, Any]) -> None:
     rows: list[list[str]] = []
     for run in d["runs"]:
         state = "open" if not run["sealed"] else "" if run["digest"] else "left out"
-        cells = [str(run[name] if run[name] is not None else "-") for name in ("tokens", "native_tokens")]
-        row = [*cells, *(_short(run[name]) for name in ("keys", "values")), str(run["hops"] or 0), state]
+        cells = [str(run["tokens"]), _native(run["keys"]), *(_short(run[name]) for name in ("keys", "values"))]
+        row = [*cells, str(run["hops"] or 0), state]
         if rows and rows[-1][1:] == row:
             rows[-1][0] = str(int(rows[-1][0]) + 1)
         else:
@@ -112,11 +113,21 @@ def show(described: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-def _plane(plane: Plane | None) -> dict[str, Any] | None:
-    return vars(plane) if plane else None
+def _part(part: PartHead) -> dict[str, Any]:
+    return {"layers": part.layers, "native_tokens": part.native, "plane": vars(part.plane) if part.plane else None}
 
 
-def _short(plane: Mapping[str, Any] | None) -> str:
-    if not plane:
-        return "-"
-    return f"{plane['bits']}/{plane['group']}{' rotated' if plane['rotated'] else ''}"
+def _native(parts: list[dict[str, Any]] | None) -> str:
+    return str(max((part["native_tokens"] for part in parts), default=0)) if parts is not None else "-"
+
+
+def _short(parts: list[dict[str, Any]] | None) -> str:
+    """Width and grouping; how many layers have it where they differ."""
+    shown: dict[str, int] = {}
+    for part in parts or ():
+        plane = part["plane"]
+        how = f"{plane['bits']}/{plane['group']}{' rotated' if plane['rotated'] else ''}" if plane else "-"
+        shown[how] = shown.get(how, 0) + len(part["layers"])
+    if len(shown) < 2:
+        return next(iter(shown), "-")
+    return ", ".join(f"{count} x {how}" for how, count in shown.items())

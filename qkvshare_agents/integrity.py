@@ -18,8 +18,8 @@ except ImportError:  # the extra `blake3` is optional
 
 ALGORITHMS = ("sha256", "blake3")
 SHORTEST_SECRET_BYTES = 16
-_DOMAIN = b"qkvshare package 1\0"
-_CONTEXT = "qkvshare package 1 mac key"
+_DOMAIN = b"qkvshare package 2\0"
+_CONTEXT = "qkvshare package 2 mac key"
 
 
 def preferred() -> str:

@@ -13,31 +13,41 @@ from torch import Tensor
 
 from qkvshare_agents.page import Page
 from qkvshare_agents.snapshot import Snapshot
+from qkvshare_agents.span import Block, LayerGroup, Span
 
 _ROUND_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """Keys [L, H, T, key_dim] and values [L, H, T, value_dim] of a model whose layers are all alike.
+    """What a model keeps of a token: groups of layers that are alike, by their indices among the layers with KV.
 
     windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. Their KV is
     kept for all tokens nevertheless, so that a conversation can be continued from any token; masks do the rest.
     """
 
-    layers: int
-    heads: int
-    key_dim: int
-    value_dim: int
+    groups: tuple[LayerGroup, ...]
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...] = ()
 
+    @property
+    def layers(self) -> int:
+        """Layers that have KV."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def values_per_token(self) -> int:
+        """How many numbers all layers keep of one token."""
+        return sum(group.values_per_token for group in self.groups)
+
     def fp16_bytes(self, tokens: int) -> int:
         """What `tokens` tokens take in a 16-bit cache, of windows only what they show: the yardstick of all ratios."""
-        windows = self.windows or (None,) * self.layers
-        kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows)
-        return 2 * kept * self.heads * (self.key_dim + self.value_dim)
+        total = 0
+        for group in self.groups:
+            window = self.windows[group.layers[0]] if self.windows else None
+            total += (tokens if window is None else min(tokens, window - 1)) * group.values_per_token
+        return 2 * total
 
 
 class KVCache:
@@ -45,7 +55,11 @@ class KVCache:
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
-        self._keys, self._values = self._allocate(0)
+        self._held = self._allocate(0)
+        self._places = {
+            layer: (g, row) for g, group in enumerate(shape.groups) for row, layer in enumerate(group.layers)
+        }
+        self._room = 0
         self._lengths = [0] * shape.layers
         self.state: Snapshot | None = None  # of layers that are no attention, behind exactly `tokens` tokens
 
@@ -56,7 +70,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
+        return sum(tensor.untyped_storage().nbytes() for pair in self._held for tensor in pair)
 
     def clear(self, reserve_tokens: int) -> None:
         """Start over, with room for `reserve_tokens` tokens."""
@@ -69,7 +83,7 @@ class KVCache:
         start = self.tokens
         for page, tokens in runs:
             self._reserve(start + tokens)
-            page.open_into(*self.span(start, start + tokens))
+            page.open_into(self.span(start, start + tokens))
             start += tokens
             self._lengths = [start] * self.shape.layers
 
@@ -78,18 +92,27 @@ class KVCache:
         used, stop = self.tokens, start + len(wanted)
         if stop < used:
             index = torch.tensor(list(wanted), device=self.shape.device)
-            for behind in self.span(start, used):
-                behind[:, :, : len(wanted)] = behind.index_select(2, index)
+            for block in self.span(start, used).blocks:
+                for part in (block.keys, block.values):
+                    part[:, :, : len(wanted)] = part.index_select(2, index)
         self._lengths = [stop] * self.shape.layers
 
     def crop(self, tokens: int) -> None:
         """Forget what lies beyond the first `tokens` tokens."""
         self._lengths = [min(tokens, length) for length in self._lengths]
 
-    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of keys [L, H, stop - start, Dk] and values [L, H, stop - start, Dv]."""
-        self._reserve(stop if not self._lengths else 0)  # without attention layers nothing was appended
-        return self._keys[:, :, start:stop], self._values[:, :, start:stop]
+    def span(self, start: int, stop: int) -> Span:
+        """Views of the tokens [start, stop) of all layers."""
+        blocks = zip(self.shape.groups, self._held, strict=True)
+        return Span(
+            stop - start, tuple(Block(g.layers, k[:, :, start:stop], v[:, :, start:stop]) for g, (k, v) in blocks)
+        )
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of all that a layer holds: keys [H, T, Dk] and values [H, T, Dv]."""
+        (group, row), stop = self._places[layer], self._lengths[layer]
+        keys, values = self._held[group]
+        return keys[row, :, :stop], values[row, :, :stop]
 
     def append_all(self, keys: Tensor, values: Tensor) -> None:
         """Add keys [L, H, t, Dk] and values [L, H, t, Dv] of all layers."""
@@ -105,24 +128,27 @@ class KVCache:
         start = self._lengths[layer]
         stop = start + keys.shape[-2]
         self._reserve(stop)
-        self._keys[layer, :, start:stop].copy_(keys)
-        self._values[layer, :, start:stop].copy_(values)
         self._lengths[layer] = stop
-        return self._keys[layer, :, :stop], self._values[layer, :, :stop]
+        held_keys, held_values = self.layer(layer)
+        held_keys[:, start:].copy_(keys)
+        held_values[:, start:].copy_(values)
+        return held_keys, held_values
 
-    def _allocate(self, tokens: int) -> tuple[Tensor, Tensor]:
-        s = self.shape
-        return tuple(  # type: ignore[return-value]
-            torch.empty(s.layers, s.heads, tokens, dim, dtype=s.dtype, device=s.device)
-            for dim in (s.key_dim, s.value_dim)
-        )
+    def _allocate(self, tokens: int) -> tuple[tuple[Tensor, Tensor], ...]:
+        shape = self.shape
+
+        def empty(group: LayerGroup, dim: int) -> Tensor:
+            return torch.empty(len(group.layers), group.heads, tokens, dim, dtype=shape.dtype, device=shape.device)
+
+        return tuple((empty(group, group.key_dim), empty(group, group.value_dim)) for group in shape.groups)
 
     def _reserve(self, tokens: int) -> None:
-        if tokens <= self._keys.shape[2]:
+        if tokens <= self._room:
             return
         used = max(self._lengths, default=0)
         old = self.span(0, used)
-        room = -(-max(tokens, used * 5 // 4) // _ROUND_TOKENS) * _ROUND_TOKENS
-        self._keys, self._values = self._allocate(room)
-        for new, kept in zip(self.span(0, used), old, strict=True):
-            new.copy_(kept)
+        self._room = -(-max(tokens, used * 5 // 4) // _ROUND_TOKENS) * _ROUND_TOKENS
+        self._held = self._allocate(self._room)
+        for new, kept in zip(self.span(0, used).blocks, old.blocks, strict=True):
+            new.keys.copy_(kept.keys)
+            new.values.copy_(kept.values)

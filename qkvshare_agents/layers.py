@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer
@@ -11,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.snapshot import Snapshot, copied
+from qkvshare_agents.span import LayerGroup
 
 
 class LayerKind(Enum):
@@ -72,8 +74,8 @@ class _ParallelLayer(_Parallel):
 def _attach(layer: Any, kv: KVCache, index: int) -> None:
     layer._kv, layer._index = kv, index
     layer.device, layer.dtype = kv.shape.device, kv.shape.dtype
-    keys, values = kv.span(0, kv.tokens)
-    layer.keys, layer.values = keys[index][None], values[index][None]
+    keys, values = kv.layer(index)
+    layer.keys, layer.values = keys[None], values[None]
     layer.is_initialized = True
 
 
@@ -119,33 +121,35 @@ def snapshot_of(cache: Cache, tokens: int) -> Snapshot | None:
 
 
 def shape_of(cache: Cache) -> KVShape:
-    """The KV's shape in a cache that has read something. Raises UnsupportedModel if layers differ in it."""
-    shapes = set()
+    """The KV's shape in a cache that has read something. Raises UnsupportedModel for what can't be stored."""
+    alike: dict[tuple[int, int, int, int | None], list[int]] = {}
+    kept: set[tuple[torch.dtype, torch.device]] = set()
     windows: list[int | None] = []
-    kinds = kinds_of(cache)
-    for layer, kind in zip(cache.layers, kinds, strict=True):
+    for layer, kind in zip(cache.layers, kinds_of(cache), strict=True):
         if not kind.has_kv:
             continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.dim() != 4:
             raise UnsupportedModel("a layer keeps no [B, H, T, D] keys and values; its KV can't be handed over yet")
-        shapes.add((keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, values.shape[1]))
-        windows.append(getattr(layer, "sliding_window", None))
-    if not shapes:
+        heads, value_heads, window = keys.shape[1], values.shape[1], getattr(layer, "sliding_window", None)
+        if value_heads != heads:
+            raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
+        alike.setdefault((heads, keys.shape[3], values.shape[3], window), []).append(len(windows))
+        kept.add((keys.dtype, keys.device))
+        windows.append(window)
+    if not windows:
         return _without_attention(cache)
-    if len(shapes) != 1:
-        raise UnsupportedModel(f"layers differ in KV shape {shapes}; they can't be handed over yet")
-    heads, key_dim, value_dim, dtype, device, value_heads = shapes.pop()
-    if value_heads != heads:
-        raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-    return KVShape(len(windows), heads, key_dim, value_dim, dtype, device, tuple(windows) if any(windows) else ())
+    if len(kept) != 1:
+        raise UnsupportedModel(f"layers differ in dtype or device {kept}; they can't be handed over yet")
+    groups = tuple(LayerGroup(tuple(layers), *sizes[:3]) for sizes, layers in alike.items())
+    return KVShape(groups, *kept.pop(), tuple(windows) if any(windows) else ())
 
 
 def _without_attention(cache: Cache) -> KVShape:
     first: Any = next((layer for layer in cache.layers if isinstance(layer, _Linear)), None)
     if first is None or first.device is None:
         raise UnsupportedModel("no layer keeps keys and values or a state")
-    return KVShape(0, 1, 1, 1, first.dtype, first.device)
+    return KVShape((), first.dtype, first.device)
 
 
 def longest_window(cache: Cache) -> int:

@@ -1,28 +1,34 @@
 """What a package says about itself, and the one table of tensors that follows from it (FORMAT.md)."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from itertools import chain
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
-from qkvshare_agents import codec, container
+from qkvshare_agents import checks, codec, container
 from qkvshare_agents.container import Shape
+from qkvshare_agents.drift import UNITS_PER_NAT, Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.integrity import ALGORITHMS
+from qkvshare_agents.span import LayerGroup
 
-FORMAT, VERSION = "qkvshare", "1"
+FORMAT, VERSION = "qkvshare", "2"
 MAX_RUNS = 2**14
 MAX_TOKENS = 2**24
 MAX_RUN_TOKENS = 2**16
-MAX_WIDTH = 2**16  # layers, heads, head size
+MAX_WIDTH = 2**16  # heads, head size
+MAX_LAYERS = 2**12
+MAX_CANARY_ROWS, MAX_CANARY_TOKENS, MAX_VOCABULARY = 64, 256, 2**31
 _NATIVE_DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class Plane:
-    """How keys or values of a page are packed; the fields of `codec.Encoded`. minimum: whether one is stored."""
+    """How keys or values of some layers are packed; the fields of `codec.Encoded`. minimum: whether one is stored."""
 
     bits: int
     group: codec.Group
@@ -33,14 +39,33 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class PartHead:
+    """Keys or values of some layers of one group: the first `native` tokens as they are, the rest packed."""
+
+    layers: tuple[int, ...]
+    native: int
+    plane: Plane | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a page is made of, which many pages have in common."""
+
+    keys: tuple[PartHead, ...]
+    values: tuple[PartHead, ...]
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(chain.from_iterable(part.layers for part in self.keys))
+
+
+@dataclass(frozen=True)
 class PageHead:
-    """A page that travels: its first `native` tokens as they are, the rest packed. digest: of its bytes, in hex."""
+    """A page that travels. digest: of its bytes, in hex. layout: which of the manifest's."""
 
     digest: str
     hops: int
-    native: int
-    keys: Plane | None
-    values: Plane | None
+    layout: int
 
 
 @dataclass(frozen=True)
@@ -57,8 +82,9 @@ class Run:
 class Manifest:
     """id: 32 hex digits that no other package has. tokens: of `ids`; the runs cover the first of them.
 
-    ledger: (text, start, stop): what a member said, and which ids it is. shape: (L, H, Dk, Dv) of every page.
+    ledger: (text, start, stop): what a member said, and which ids it is. groups: of layers whose KV is alike.
     dtype: of native tokens. ids_digest: of the tensor `ids`, in hex. signed: whether the MAC needs the secret.
+    canary: what the sender's model expected behind the last tokens that the runs cover.
     """
 
     id: str
@@ -70,11 +96,13 @@ class Manifest:
     ledger: tuple[tuple[str, int, int], ...]
     handoff: str
     metadata: Mapping[str, str]
-    shape: tuple[int, int, int, int]
+    groups: tuple[LayerGroup, ...]
+    layouts: tuple[Layout, ...]
     dtype: str
     algorithm: str
     ids_digest: str
     signed: bool
+    canary: Canary | None
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
@@ -85,27 +113,35 @@ class Manifest:
         inner = chain.from_iterable(self.page_tensors(i, run) for i, run in pages)
         return ("ids", "I64", (self.tokens,)), *inner, ("mac", "U8", (32,))
 
+    @cached_property
+    def _group_of(self) -> dict[int, LayerGroup]:
+        return {layer: group for group in self.groups for layer in group.layers}
+
     def page_tensors(self, index: int, run: Run) -> list[tuple[str, str, Shape]]:
-        """Those of one page: native keys and values, then codes, scale and minimum of each."""
+        """Those of one page: of each part native tokens, then codes, scale and minimum."""
         assert run.page is not None
-        layers, heads, *dims = self.shape
-        native, packed = run.page.native, run.tokens - run.page.native
+        layout = self.layouts[run.page.layout]
         table: list[tuple[str, str, Shape]] = []
-        if native:
-            table = [
-                (f"{index}.n{part}", self.dtype, (layers, heads, native, dim))
-                for part, dim in zip("kv", dims, strict=True)
-            ]
-        for part, plane in (("k", run.page.keys), ("v", run.page.values)):
-            if plane is None:
-                continue
-            grouped = packed if plane.group == "channel" else plane.dim
-            groups = -(-grouped // min(plane.group_size or grouped, grouped))
-            scale = (groups, plane.dim) if plane.group == "channel" else (packed, groups)
-            table.append((f"{index}.{part}c", "U8", (layers, heads, packed, packed_bytes(plane.dim, plane.bits))))
-            names = ("s", "m") if plane.minimum else ("s",)
-            table += [(f"{index}.{part}{name}", "F16", (layers, heads, *scale)) for name in names]
+        for what, parts in (("k", layout.keys), ("v", layout.values)):
+            for number, part in enumerate(parts):
+                group = self._group_of[part.layers[0]]
+                dim = group.key_dim if what == "k" else group.value_dim
+                rows, name = (len(part.layers), group.heads), f"{index}.{what}{number}"
+                if part.native:
+                    table.append((f"{name}n", self.dtype, (*rows, part.native, dim)))
+                if part.plane:
+                    table += _packed_tensors(name, part.plane, rows, run.tokens - part.native)
         return table
+
+
+def _packed_tensors(name: str, plane: Plane, rows: Shape, tokens: int) -> list[tuple[str, str, Shape]]:
+    grouped = tokens if plane.group == "channel" else plane.dim
+    groups = -(-grouped // min(plane.group_size or grouped, grouped))
+    scale = (groups, plane.dim) if plane.group == "channel" else (tokens, groups)
+    table: list[tuple[str, str, Shape]] = [(f"{name}c", "U8", (*rows, tokens, packed_bytes(plane.dim, plane.bits)))]
+    for suffix in ("s", "m") if plane.minimum else ("s",):
+        table.append((f"{name}{suffix}", "F16", (*rows, *scale)))
+    return table
 
 
 def packed_bytes(dim: int, bits: int) -> int:
@@ -116,122 +152,141 @@ def packed_bytes(dim: int, bits: int) -> int:
 
 def read(text: str) -> Manifest:
     """Parse and check everything that does not need the tensors. Raises PackageError."""
-    table = container.parse_json(_utf8(text))
-    m = _fields(table, Manifest, "manifest")
-    aspects = _fields(m["fingerprint"], Fingerprint, "fingerprint")
+    table = container.parse_json(checks.utf8(text))
+    m = checks.table(table, Manifest, "manifest")
+    aspects = checks.table(m["fingerprint"], Fingerprint, "fingerprint")
     for aspect, value in aspects.items():
-        _string(value, f"fingerprint.{aspect}")
-    _hex(m["id"], 32, "id")
-    _hex(m["ids_digest"], 64, "ids_digest")
-    _whole(m["created_ms"], 0, 2**53, "created_ms")
-    _whole(m["expires_ms"], 0, 2**53, "expires_ms")
-    tokens = _whole(m["tokens"], 1, MAX_TOKENS, "tokens")
-    _choice(m["algorithm"], ALGORITHMS, "algorithm")
-    _choice(m["dtype"], _NATIVE_DTYPES, "dtype")
-    _choice(m["signed"], (True, False), "signed")
-    _string(m["handoff"], "handoff")
+        checks.string(value, f"fingerprint.{aspect}")
+    checks.hexadecimal(m["id"], 32, "id")
+    checks.hexadecimal(m["ids_digest"], 64, "ids_digest")
+    checks.whole(m["created_ms"], 0, 2**53, "created_ms")
+    checks.whole(m["expires_ms"], 0, 2**53, "expires_ms")
+    tokens = checks.whole(m["tokens"], 1, MAX_TOKENS, "tokens")
+    checks.choice(m["algorithm"], ALGORITHMS, "algorithm")
+    checks.choice(m["dtype"], _NATIVE_DTYPES, "dtype")
+    checks.choice(m["signed"], (True, False), "signed")
+    checks.string(m["handoff"], "handoff")
     if not isinstance(m["metadata"], dict):
         raise PackageError("metadata must be a table of strings")
     for part in chain.from_iterable(m["metadata"].items()):
-        _string(part, "metadata")
-    shape = tuple(_whole(n, 1, MAX_WIDTH, "shape") for n in _list(m["shape"], 4, "shape"))
-    if len(shape) != 4:
-        raise PackageError("shape must be layers, heads, key size and value size")
-    runs = tuple(_run(entry, shape) for entry in _list(m["runs"], MAX_RUNS, "runs"))
-    if sum(run.tokens for run in runs) > tokens:
+        checks.string(part, "metadata")
+    groups = tuple(_group(entry) for entry in checks.entries(m["groups"], MAX_LAYERS, "groups"))
+    layers = sorted(chain.from_iterable(group.layers for group in groups))
+    if layers != list(range(len(layers))):
+        raise PackageError("the groups' layers are not 0, 1, 2, ..., each once")
+    of = {layer: group for group in groups for layer in group.layers}
+    layouts = tuple(_layout(entry, of) for entry in checks.entries(m["layouts"], MAX_RUNS, "layouts"))
+    runs = tuple(_run(entry, len(layouts)) for entry in checks.entries(m["runs"], MAX_RUNS, "runs"))
+    covered = sum(run.tokens for run in runs)
+    if covered > tokens:
         raise PackageError(f"the runs cover more than the {tokens} token ids")
     if any(not run.sealed for run in runs[:-1]):
         raise PackageError("a run that is not sealed can only be the last")
-    ledger = tuple(_spoken(entry, tokens) for entry in _list(m["ledger"], MAX_RUNS, "ledger"))
-    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), "shape": shape, "runs": runs, "ledger": ledger})
+    _check_pages(runs, layouts)
+    ledger = tuple(_spoken(entry, tokens) for entry in checks.entries(m["ledger"], MAX_RUNS, "ledger"))
+    read_parts = {"groups": groups, "layouts": layouts, "runs": runs, "ledger": ledger}
+    canary = _canary(m["canary"], covered)
+    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), **read_parts, "canary": canary})
 
 
-def _run(entry: Any, shape: tuple[int, ...]) -> Run:
-    r = _fields(entry, Run, "run")
-    tokens = _whole(r["tokens"], 1, MAX_RUN_TOKENS, "run.tokens")
-    _hex(r["key"], 64, "run.key")
-    _choice(r["sealed"], (True, False), "run.sealed")
+def _check_pages(runs: tuple[Run, ...], layouts: tuple[Layout, ...]) -> None:
+    parts = [layout.keys + layout.values for layout in layouts]
+    if sum(len(parts[run.page.layout]) for run in runs if run.page) > container.MAX_TENSORS:  # before looking at each
+        raise PackageError(f"the runs imply more than {container.MAX_TENSORS:,} tensors")
+    for run in runs:
+        for part in parts[run.page.layout] if run.page else ():
+            if part.native > run.tokens or (part.plane is None) != (part.native == run.tokens):
+                raise PackageError("a part needs packed keys or values for exactly the tokens that are not native")
+
+
+def _group(entry: Any) -> LayerGroup:
+    g = checks.table(entry, LayerGroup, "group")
+    for name in ("heads", "key_dim", "value_dim"):
+        checks.whole(g[name], 1, MAX_WIDTH, f"group.{name}")
+    return LayerGroup(_layers(g["layers"]), g["heads"], g["key_dim"], g["value_dim"])
+
+
+def _layers(entry: Any) -> tuple[int, ...]:
+    given = checks.entries(entry, MAX_LAYERS, "layers")
+    layers = tuple(checks.whole(layer, 0, MAX_LAYERS - 1, "a layer") for layer in given)
+    if not layers or any(a >= b for a, b in pairwise(layers)):
+        raise PackageError("layers must be named in ascending order, and at least one")
+    return layers
+
+
+def _layout(entry: Any, of: Mapping[int, LayerGroup]) -> Layout:
+    table = checks.table(entry, Layout, "layout")
+    keys, values = (
+        tuple(_part(part, what, of) for part in checks.entries(table[what], MAX_LAYERS, what))
+        for what in ("keys", "values")
+    )
+    held = [sorted(chain.from_iterable(part.layers for part in parts)) for parts in (keys, values)]
+    if held[0] != held[1] or len(set(held[0])) != len(held[0]):
+        raise PackageError("a page needs keys and values of the same layers, each once")
+    return Layout(keys, values)
+
+
+def _part(entry: Any, what: str, of: Mapping[int, LayerGroup]) -> PartHead:
+    p = checks.table(entry, PartHead, "part")
+    layers = _layers(p["layers"])
+    group = of.get(layers[0])
+    if group is None or any(of.get(layer) is not group for layer in layers):
+        raise PackageError("the layers of a part are not of one group")
+    plane = _plane(p["plane"], group.key_dim if what == "keys" else group.value_dim)
+    return PartHead(layers, checks.whole(p["native"], 0, MAX_RUN_TOKENS, "part.native"), plane)
+
+
+def _run(entry: Any, layouts: int) -> Run:
+    r = checks.table(entry, Run, "run")
+    tokens = checks.whole(r["tokens"], 1, MAX_RUN_TOKENS, "run.tokens")
+    checks.hexadecimal(r["key"], 64, "run.key")
+    checks.choice(r["sealed"], (True, False), "run.sealed")
     if r["page"] is None:
         return Run(tokens, r["key"], r["sealed"], None)
-    p = _fields(r["page"], PageHead, "page")
-    _hex(p["digest"], 64, "page.digest")
-    _whole(p["hops"], 0, 2**31, "page.hops")
-    native = _whole(p["native"], 0, tokens, "page.native")
-    keys, values = (_plane(p[name], dim) for name, dim in (("keys", shape[2]), ("values", shape[3])))
-    if (keys is None) != (native == tokens) or (values is None) != (keys is None):
-        raise PackageError("a page needs packed keys and values for exactly the tokens that are not native")
-    return Run(tokens, r["key"], r["sealed"], PageHead(p["digest"], p["hops"], native, keys, values))
+    p = checks.table(r["page"], PageHead, "page")
+    checks.hexadecimal(p["digest"], 64, "page.digest")
+    checks.whole(p["hops"], 0, 2**31, "page.hops")
+    checks.whole(p["layout"], 0, layouts - 1, "page.layout")
+    return Run(tokens, r["key"], r["sealed"], PageHead(**p))
 
 
 def _plane(entry: Any, dim: int) -> Plane | None:
     if entry is None:
         return None
-    p = _fields(entry, Plane, "plane")
-    _choice(p["bits"], codec.WIDTHS, "bits")
-    _choice(p["group"], ("channel", "token"), "group")
+    p = checks.table(entry, Plane, "plane")
+    checks.choice(p["bits"], codec.WIDTHS, "bits")
+    checks.choice(p["group"], ("channel", "token"), "group")
     for name in ("rotated", "minimum"):
-        _choice(p[name], (True, False), name)
+        checks.choice(p[name], (True, False), name)
     if p["group_size"] is not None:
-        _whole(p["group_size"], 1, MAX_WIDTH, "group_size")
-    _whole(p["dim"], dim, dim, "dim")
+        checks.whole(p["group_size"], 1, MAX_WIDTH, "group_size")
+    checks.whole(p["dim"], dim, dim, "dim")
     return Plane(**p)
 
 
 def _spoken(entry: Any, tokens: int) -> tuple[str, int, int]:
-    text, start, stop = _exactly(_list(entry, 3, "ledger entry"), 3)
-    _whole(start, 0, tokens - 1, "ledger start")
-    return _string(text, "ledger text"), start, _whole(stop, start + 1, tokens, "ledger stop")
+    text, start, stop = checks.exactly(checks.entries(entry, 3, "ledger entry"), 3)
+    checks.whole(start, 0, tokens - 1, "ledger start")
+    return checks.string(text, "ledger text"), start, checks.whole(stop, start + 1, tokens, "ledger stop")
 
 
-def _fields(entry: Any, kind: type, what: str) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    if not isinstance(entry, dict) or entry.keys() != names:
-        given = sorted(str(name)[:20] for name in entry)[:20] if isinstance(entry, dict) else type(entry).__name__
-        raise PackageError(f"{what} has {given}; version {VERSION} has exactly {sorted(names)}")
-    return entry
-
-
-def _list(entry: Any, longest: int, what: str) -> list[Any]:
-    if not isinstance(entry, list) or len(entry) > longest:
-        raise PackageError(f"{what} must be a list of at most {longest:,} entries")
-    return entry
-
-
-def _exactly(entry: list[Any], count: int) -> list[Any]:
-    if len(entry) != count:
-        raise PackageError(f"a ledger entry has {len(entry)} parts, not {count}")
-    return entry
-
-
-def _whole(value: Any, least: int, most: int, what: str) -> int:
-    if type(value) is not int or not least <= value <= most:  # a bool is an int to Python
-        raise PackageError(f"{what} is {_shown(value)}; it must be a whole number in {least} ... {most}")
-    return value
-
-
-def _choice(value: Any, choices: tuple[Any, ...], what: str) -> None:
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise PackageError(f"{what} is {_shown(value)}; the choices are {', '.join(map(str, choices))}")
-
-
-def _hex(value: Any, digits: int, what: str) -> None:
-    if not isinstance(value, str) or len(value) != digits or not set(value) <= set("0123456789abcdef"):
-        raise PackageError(f"{what} must be {digits} lower-case hex digits")
-
-
-def _string(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise PackageError(f"{what} must be a string")
-    _utf8(value)
-    return value
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise PackageError("text with half of a surrogate pair, which no UTF-8 can hold") from None
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:40] if isinstance(value, int | str) else type(value).__name__
+def _canary(entry: Any, covered: int) -> Canary | None:
+    if entry is None:
+        return None
+    c = checks.table(entry, Canary, "canary")
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    both = zip(*(checks.entries(c[name], MAX_CANARY_ROWS, f"canary.{name}") for name in ("ids", "logs")), strict=False)
+    for row in both:
+        ids, logs = (checks.entries(part, MAX_CANARY_TOKENS, "canary row") for part in row)
+        rows.append(
+            (
+                tuple(checks.whole(i, 0, MAX_VOCABULARY - 1, "canary id") for i in ids),
+                tuple(checks.whole(log, -100 * UNITS_PER_NAT, 0, "canary log-probability") for log in logs),
+            )
+        )
+        total = sum(math.exp(log / UNITS_PER_NAT) for log in rows[-1][1])
+        if not len(set(ids)) == len(ids) == len(logs) > 0 or sorted(logs, reverse=True) != logs or total > 1.001:
+            raise PackageError("a canary row needs different ids, with log-probabilities of a distribution, descending")
+    if not 1 <= len(rows) == len(c["ids"]) == len(c["logs"]) <= covered:
+        raise PackageError(f"a canary needs at least one row and at most one for each of the {covered} tokens")
+    return Canary(tuple(ids for ids, _ in rows), tuple(logs for _, logs in rows))

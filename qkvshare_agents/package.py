@@ -7,7 +7,7 @@ that another conversation shares only in part travels cropped: its further token
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import Tensor
 from qkvshare_agents import container, integrity, manifest
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.container import Contents, Entry
+from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
-from qkvshare_agents.manifest import FORMAT, VERSION, Manifest, PageHead, Plane, Run
+from qkvshare_agents.manifest import FORMAT, VERSION, Layout, Manifest, PageHead, PartHead, Plane, Run
 from qkvshare_agents.memory import Blocks
-from qkvshare_agents.page import Page
+from qkvshare_agents.page import Page, Part
 from qkvshare_agents.payload import Payload
+from qkvshare_agents.span import LayerGroup
 
 LIFETIME_MS = 600_000
 CLOCK_SKEW_MS = 60_000
@@ -49,20 +51,21 @@ class Step:
 class Package:
     """ids: the transcript as far as the sender knows it; `steps` cover the first `covered_tokens` of them.
 
-    ledger: (text, start, stop): what a member said is ids[start:stop]. shape: (L, H, Dk, Dv). handoff: the
-    instruction that goes with it. metadata: free strings, e.g. turn, goal, summary. expires_ms: Unix time.
+    groups: layers whose KV is alike. ledger: (text, start, stop): what a member said is ids[start:stop]. handoff:
+    the instruction that goes with it. metadata: free strings, e.g. turn, goal. canary: of the covered tokens.
     """
 
     ids: tuple[int, ...]
     steps: tuple[Step, ...]
     fingerprint: Fingerprint
-    shape: tuple[int, int, int, int]
+    groups: tuple[LayerGroup, ...]
     ledger: tuple[tuple[str, int, int], ...] = ()
     handoff: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created_ms: int = field(default_factory=lambda: int(time.time() * 1000))
     expires_ms: int = field(default_factory=lambda: int(time.time() * 1000) + LIFETIME_MS)
+    canary: Canary | None = None
 
     @property
     def covered_tokens(self) -> int:
@@ -83,22 +86,14 @@ class Package:
         pages = [[_raw(t) for t in _tensors(step.page)] for step in self.steps if step.page]
         ids = _raw(torch.tensor(self.ids, dtype=torch.int64))
         digests = iter([integrity.digest(algorithm, _padded(page)).hex() for page in pages])
+        layouts: dict[Layout, int] = {}
         described = Manifest(
-            id=self.id,
-            created_ms=self.created_ms,
-            expires_ms=self.expires_ms,
-            fingerprint=self.fingerprint,
-            tokens=len(self.ids),
-            runs=tuple(_run(step, digests) for step in self.steps),
-            ledger=self.ledger,
-            handoff=self.handoff,
-            metadata=self.metadata,
-            shape=self.shape,
-            dtype=self._dtype,
-            algorithm=algorithm,
-            ids_digest=integrity.digest(algorithm, [ids]).hex(),
-            signed=bool(secret),
-        )
+            id=self.id, created_ms=self.created_ms, expires_ms=self.expires_ms, fingerprint=self.fingerprint,
+            tokens=len(self.ids), runs=tuple(_run(step, digests, layouts) for step in self.steps), ledger=self.ledger,
+            handoff=self.handoff, metadata=self.metadata, groups=self.groups, layouts=tuple(layouts),
+            dtype=self._dtype, algorithm=algorithm, ids_digest=integrity.digest(algorithm, [ids]).hex(),
+            signed=bool(secret), canary=self.canary,
+        )  # fmt: skip
         metadata = {"format": FORMAT, "version": VERSION, "manifest": described.to_text()}
         head = container.write_head(container.place(described.tensors()), metadata)
         mac = integrity.mac(algorithm, secret, head)
@@ -106,23 +101,21 @@ class Package:
 
     @property
     def _dtype(self) -> str:
-        natives = (step.page.native for step in self.steps if step.page and step.page.native)
-        return next((_NAMES[native[0].dtype] for native in natives), "F32")
+        parts = chain.from_iterable(step.page.parts for step in self.steps if step.page)
+        return next((_NAMES[part.native.dtype] for part in parts if part.native is not None), "F32")
 
 
 def crop(page: Page, tokens: int) -> Page:
     """The first `tokens` tokens of a page as views of the same bytes, without groups that only later tokens use."""
     if tokens == page.tokens:
         return page
-    native, split = None, 0
-    if page.native:
-        split = min(tokens, page.native[0].shape[-2])
-        native = (page.native[0][..., :split, :], page.native[1][..., :split, :])
-    packed = None
-    if page.packed and tokens > split:
-        keys, values = (_used_groups(encoded.head(tokens - split)) for encoded in page.packed)
-        packed = (keys, values)
-    return Page(native, packed, page.hops)
+    keys, values = (tuple(_crop(part, tokens) for part in parts) for parts in (page.keys, page.values))
+    return Page(tokens, keys, values, page.hops)
+
+
+def _crop(part: Part, tokens: int) -> Part:
+    head = part.head(tokens)
+    return replace(head, packed=_used_groups(head.packed)) if head.packed else head
 
 
 def inspect(payload: Payload) -> tuple[Contents, Manifest]:
@@ -134,7 +127,7 @@ def inspect(payload: Payload) -> tuple[Contents, Manifest]:
     if version != VERSION:
         raise PackageError(f"format version {version[:20]!r}; this release reads version {VERSION!r}: update one side")
     if contents.metadata.keys() != {"format", "version", "manifest"}:
-        raise PackageError("unknown metadata: version 1 has format, version and manifest")
+        raise PackageError(f"unknown metadata: version {VERSION} has format, version and manifest")
     described = manifest.read(contents.metadata["manifest"])
     if contents.entries != container.place(described.tensors()):
         raise PackageError("the tensors are not those, or not in the order, that the manifest describes")
@@ -162,8 +155,8 @@ def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Pa
         for index, run in enumerate(described.runs)
     )
     return Package(
-        ids, steps, described.fingerprint, described.shape, described.ledger, described.handoff, described.metadata,
-        described.id, described.created_ms, described.expires_ms,
+        ids, steps, described.fingerprint, described.groups, described.ledger, described.handoff, described.metadata,
+        described.id, described.created_ms, described.expires_ms, described.canary,
     )  # fmt: skip
 
 
@@ -206,18 +199,14 @@ class _Reader:
         named = [self._places[name] for name, _, _ in self.described.page_tensors(index, run)]
         self._check(named, run.page.digest, f"page {index} is damaged")
         tensors = iter([self._tensor(entry) for entry in named])
-        native = (next(tensors), next(tensors)) if run.page.native else None
-        if native and not all(bool(t.isfinite().all()) for t in native):
-            raise PackageError(f"page {index} holds NaN or Inf")
-        packed = None
-        if run.page.keys and run.page.values:
-            keys, values = (_encoded(plane, tensors, index) for plane in (run.page.keys, run.page.values))
-            packed = (keys, values)
-        return Page(native, packed, run.page.hops + 1)
+        layout = self.described.layouts[run.page.layout]
+        keys, values = (tuple(_part(head, tensors, index) for head in heads) for heads in (layout.keys, layout.values))
+        return Page(run.tokens, keys, values, run.page.hops + 1)
 
     def _check(self, entries: Sequence[Entry], digest: str, wrong: str) -> None:
-        start, stop = self._contents.of(entries[0])[0], self._contents.of(entries[-1])[1]
-        if integrity.digest(self.described.algorithm, self._payload.extent(start, stop)).hex() != digest:
+        places = [self._contents.of(entry) for entry in entries] or [(0, 0)]
+        covered = self._payload.extent(places[0][0], places[-1][1])
+        if integrity.digest(self.described.algorithm, covered).hex() != digest:
             raise PackageError(wrong)
 
     def _tensor(self, entry: Entry) -> Tensor:
@@ -229,6 +218,13 @@ class _Reader:
                 view[done : done + part.nbytes] = part
                 done += part.nbytes
         return torch.frombuffer(view, dtype=_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _part(head: PartHead, tensors: Iterator[Tensor], index: int) -> Part:
+    native = next(tensors) if head.native else None
+    if native is not None and not bool(native.isfinite().all()):
+        raise PackageError(f"page {index} holds NaN or Inf")
+    return Part(head.layers, native, _encoded(head.plane, tensors, index) if head.plane else None)
 
 
 def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
@@ -249,7 +245,7 @@ def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
 
 def _tensors(page: Page) -> list[Tensor]:
     """In the order in which they are written."""
-    return [*(page.native or ()), *chain.from_iterable(encoded.tensors() for encoded in page.packed or ())]
+    return list(chain.from_iterable(part.tensors() for part in page.parts))
 
 
 def _raw(tensor: Tensor) -> memoryview:
@@ -268,13 +264,16 @@ def _padded(parts: Sequence[memoryview | bytes]) -> list[memoryview | bytes]:
     return out
 
 
-def _run(step: Step, digests: Iterator[str]) -> Run:
+def _run(step: Step, digests: Iterator[str], layouts: dict[Layout, int]) -> Run:
     page, head = step.page, None
     if page:
-        native = page.native[0].shape[-2] if page.native else 0
-        keys, values = (_plane(e) for e in page.packed) if page.packed else (None, None)
-        head = PageHead(next(digests), page.hops, native, keys, values)
+        layout = Layout(*(tuple(_part_head(part) for part in parts) for parts in (page.keys, page.values)))
+        head = PageHead(next(digests), page.hops, layouts.setdefault(layout, len(layouts)))
     return Run(step.tokens, step.key.hex(), step.sealed, head)
+
+
+def _part_head(part: Part) -> PartHead:
+    return PartHead(part.layers, part.native_tokens, _plane(part.packed) if part.packed else None)
 
 
 def _plane(encoded: Encoded) -> Plane:

@@ -1,13 +1,14 @@
 """Consecutive tokens of all layers, encoded once.
 
-A page holds the layers stacked (`[L, H, T, D]`), since one call for 30 layers takes a third of the time of
-30 calls. It is immutable: whoever forwards it forwards the same bytes, so that quantization error does not
-grow with the number of hops. The first tokens of a sequence (*sinks*: most attention goes there, and their
-outlying range would spoil a group's scale; StreamingLLM, arXiv 2309.17453) stay in native precision.
+A page holds its keys and its values in *parts*: the layers of one shape and one width, stacked (`[L, H, T, D]`). It
+is immutable: whoever forwards it forwards the same bytes, so that quantization error does not grow with the number
+of hops. The first tokens of a sequence (*sinks*: most attention goes there, and their outlying range would spoil a
+group's scale; StreamingLLM, arXiv 2309.17453) stay in native precision.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from qkvshare_agents import codec
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.errors import CodecError, InvalidSetting
+from qkvshare_agents.span import Span
 
 # How far below 8 bits scales go from the range of a group towards the least squares fit. Keys only half of the way:
 # the outlying ones that a whole fit clamps are those which attention looks for.
@@ -25,7 +27,8 @@ _KEY_FIT, _VALUE_FIT = 0.5, 1.0
 class Precision:
     """How sealed pages are stored.
 
-    key_bits, value_bits: width of the codes; both None keeps pages native (exact).
+    key_bits, value_bits: width of the codes; both None keeps pages native (exact). widths: (key bits, value bits) of
+    every layer that has KV, in order, where layers differ; None in it keeps that layer's keys or values native.
     page_size: tokens in a sealed page. num_sink_tokens: first tokens of a sequence that stay native.
     residual_length: newest tokens that stay native (the unfilled page always does). rotate_keys: spread outlying
     channels over the head dimension before quantizing; that helps some models and harms others, and None leaves it
@@ -43,11 +46,15 @@ class Precision:
     rotate_values: bool | None = None
     key_group_size: int | None = None
     value_group_size: int | None = 64
+    widths: tuple[tuple[int | None, int | None], ...] | None = None
 
     def __post_init__(self) -> None:
         widths = (*codec.WIDTHS, None)
         if self.key_bits not in widths or self.value_bits not in widths:
             raise InvalidSetting(f"key_bits={self.key_bits}, value_bits={self.value_bits}: choose from {widths}")
+        for layer, pair in enumerate(self.widths or ()):
+            if len(pair) != 2 or any(bits not in widths for bits in pair):
+                raise InvalidSetting(f"widths of layer {layer} are {pair}: choose (key bits, value bits) from {widths}")
         if (self.key_bits is None) != (self.value_bits is None):
             raise InvalidSetting("key_bits and value_bits must both be set or both be None")
         if not 0 <= self.num_sink_tokens < self.page_size or self.residual_length < 0:
@@ -60,7 +67,15 @@ class Precision:
 
     @property
     def is_native(self) -> bool:
-        return self.key_bits is None
+        return all(bits is None for pair in self.widths or ((self.key_bits, self.value_bits),) for bits in pair)
+
+    def bits(self, layer: int) -> tuple[int | None, int | None]:
+        """Width of keys and of values of a layer. Raises InvalidSetting for one that `widths` does not name."""
+        if self.widths is None:
+            return self.key_bits, self.value_bits
+        if layer >= len(self.widths):
+            raise InvalidSetting(f"widths are given for {len(self.widths)} layers; the model has a layer {layer}")
+        return self.widths[layer]
 
 
 PRESETS = {
@@ -80,76 +95,177 @@ def preset(name: str) -> Precision:
 
 
 @dataclass(frozen=True)
-class Page:
-    """`tokens` tokens of keys [L, H, T, Dk] and values [L, H, T, Dv]: first `native`, then `packed`.
+class Part:
+    """Keys or values [L, H, T, D] of `layers`, in this order: the first tokens `native`, then `packed`."""
 
-    hops: how many times it came from another process, unchanged.
+    layers: tuple[int, ...]
+    native: Tensor | None
+    packed: Encoded | None
+
+    @property
+    def native_tokens(self) -> int:
+        return 0 if self.native is None else self.native.shape[-2]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        native = () if self.native is None else (self.native,)
+        return native + (self.packed.tensors() if self.packed else ())
+
+    def head(self, tokens: int) -> "Part":
+        """The first `tokens` tokens as views of the same bytes."""
+        native = None if self.native is None else self.native[..., :tokens, :]
+        rest = tokens - self.native_tokens
+        return Part(self.layers, native, self.packed.head(rest) if self.packed and rest > 0 else None)
+
+    def open_into(self, out: Tensor) -> None:
+        """Write the first `out.shape[-2]` tokens into a view [L, H, t, D]."""
+        wanted = out.shape[-2]
+        split = min(wanted, self.native_tokens)
+        if self.native is not None:
+            out[..., :split, :].copy_(self.native[..., :split, :])
+        if self.packed and wanted > split:
+            codec.decode_into(self.packed.head(wanted - split), out[..., split:, :])
+
+
+@dataclass(frozen=True)
+class Page:
+    """`tokens` tokens of keys and values in parts, whose layers do not overlap.
+
+    hops: how many handoffs lie between the text and this KV: those behind the KV that it was computed behind, and one
+    for each move of its own to another process.
     """
 
-    native: tuple[Tensor, Tensor] | None
-    packed: tuple[Encoded, Encoded] | None
+    tokens: int
+    keys: tuple[Part, ...]
+    values: tuple[Part, ...]
     hops: int = 0
 
-    @cached_property
-    def tokens(self) -> int:
-        native = self.native[0].shape[-2] if self.native else 0
-        return native + (self.packed[0].tokens if self.packed else 0)
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts, in the order in which they are written."""
+        return self.keys + self.values
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the storages behind the page: codes, scales, minima, native tokens."""
-        tensors = list(self.native or ())
-        for encoded in self.packed or ():
-            tensors.extend(encoded.tensors())
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for part in self.parts for tensor in part.tensors())
 
-    def open_into(self, keys: Tensor, values: Tensor) -> None:
-        """Write the first `keys.shape[-2]` tokens, in the reader's precision, into views [L, H, t, D]."""
-        wanted, split = keys.shape[-2], 0
-        if wanted > self.tokens:
-            raise CodecError(f"the page holds {self.tokens} tokens, not {wanted}")
-        if self.native:
-            split = min(wanted, self.native[0].shape[-2])
-            keys[..., :split, :].copy_(self.native[0][..., :split, :])
-            values[..., :split, :].copy_(self.native[1][..., :split, :])
-        if self.packed and wanted > split:
-            for encoded, out in zip(self.packed, (keys, values), strict=True):
-                codec.decode_into(encoded.head(wanted - split), out[..., split:, :])
+    def open_into(self, span: Span) -> None:
+        """Write the first `span.tokens` tokens, in the reader's precision, into its views.
+
+        Raises CodecError if the page holds fewer tokens, or nothing of a layer.
+        """
+        if span.tokens > self.tokens:
+            raise CodecError(f"the page holds {self.tokens} tokens, not {span.tokens}")
+        for block in span.blocks:
+            _fill(block.keys, block.layers, self.keys)
+            _fill(block.values, block.layers, self.values)
 
 
-def keep_native(keys: Tensor, values: Tensor) -> Page:
+EMPTY_PAGE = Page(0, (), ())
+
+
+def keep_native(span: Span) -> Page:
     """A page that copies the tokens as they are: the unfilled page, the residual window, or all of it."""
-    return Page((_copy(keys), _copy(values)), None)
+    return Page(
+        span.tokens,
+        tuple(Part(block.layers, _copy(block.keys), None) for block in span.blocks),
+        tuple(Part(block.layers, _copy(block.values), None) for block in span.blocks),
+    )
 
 
-def seal(keys: Tensor, values: Tensor, precision: Precision, *, starts_sequence: bool) -> Page:
-    """Encode a full page for good. keys [L, H, S, Dk], values [L, H, S, Dv]. Raises CodecError on NaN or Inf.
+def seal(span: Span, precision: Precision, *, starts_sequence: bool) -> Page:
+    """Encode a full page for good. Raises CodecError on NaN or Inf, InvalidSetting for too few `widths`.
 
     Keys have scale and minimum, values a scale only. A `rotate_keys` that was left to a probe counts as True here.
     """
-    if precision.key_bits is None or precision.value_bits is None:
-        return keep_native(keys, values)
     sinks = precision.num_sink_tokens if starts_sequence else 0
-    native = keep_native(keys[..., :sinks, :], values[..., :sinks, :]).native if sinks else None
-    narrow = precision.value_bits < 8
-    packed_keys = codec.encode(
-        keys[..., sinks:, :],
-        precision.key_bits,
+    keys: list[Part] = []
+    values: list[Part] = []
+    for block in span.blocks:
+        pairs = [precision.bits(layer) for layer in block.layers]
+        for bits, layers, tensor in _by_width(block.layers, [pair[0] for pair in pairs], block.keys):
+            keys.append(_sealed(layers, tensor, sinks, _pack_keys, bits, precision))
+        for bits, layers, tensor in _by_width(block.layers, [pair[1] for pair in pairs], block.values):
+            values.append(_sealed(layers, tensor, sinks, _pack_values, bits, precision))
+    return Page(span.tokens, tuple(keys), tuple(values))
+
+
+def _by_width(
+    layers: tuple[int, ...], widths: Sequence[int | None], tensor: Tensor
+) -> Iterator[tuple[int | None, tuple[int, ...], Tensor]]:
+    """(bits, layers, their rows of `tensor` [L, H, T, D]) for each width that occurs."""
+    if len(set(widths)) == 1:
+        yield widths[0], layers, tensor
+        return
+    for bits in dict.fromkeys(widths):
+        rows = [row for row, width in enumerate(widths) if width == bits]
+        yield bits, tuple(layers[row] for row in rows), tensor[rows]
+
+
+def _sealed(
+    layers: tuple[int, ...],
+    tensor: Tensor,
+    sinks: int,
+    pack: Callable[[Tensor, int, Precision], Encoded],
+    bits: int | None,
+    precision: Precision,
+) -> Part:
+    if bits is None or sinks >= tensor.shape[-2]:
+        return Part(layers, _copy(tensor), None)
+    native = _copy(tensor[..., :sinks, :]) if sinks else None
+    return Part(layers, native, pack(tensor[..., sinks:, :], bits, precision))
+
+
+def _pack_keys(keys: Tensor, bits: int, precision: Precision) -> Encoded:
+    return codec.encode(
+        keys,
+        bits,
         "channel",
         group_size=precision.key_group_size,
         rotate=precision.rotate_keys is not False,
-        fit=_KEY_FIT if precision.key_bits < 8 else 0.0,
+        fit=_KEY_FIT if bits < 8 else 0.0,
     )
-    packed_values = codec.encode(
-        values[..., sinks:, :],
-        precision.value_bits,
+
+
+def _pack_values(values: Tensor, bits: int, precision: Precision) -> Encoded:
+    narrow = bits < 8
+    return codec.encode(
+        values,
+        bits,
         "token",
         group_size=precision.value_group_size,
         symmetric=True,
         rotate=narrow if precision.rotate_values is None else precision.rotate_values,
         fit=_VALUE_FIT if narrow else 0.0,
     )
-    return Page(native, (packed_keys, packed_values))
+
+
+def _fill(out: Tensor, layers: tuple[int, ...], parts: Sequence[Part]) -> None:
+    """Write what `parts` hold of `layers` into `out` [L, H, t, D]."""
+    filled = 0
+    for part in parts:
+        if part.layers == layers:
+            return part.open_into(out)
+        rows = _rows(part.layers, layers)
+        if isinstance(rows, slice):
+            part.open_into(out[rows])
+        elif rows:  # layers that are not neighbours in `out` are no view of it
+            opened = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
+            part.open_into(opened)
+            out[list(rows)] = opened
+        filled += len(part.layers) if rows else 0
+    if filled != len(layers):
+        raise CodecError(f"the page holds {filled} of {len(layers)} layers of a group")
+
+
+@lru_cache(maxsize=4096)
+def _rows(wanted: tuple[int, ...], layers: tuple[int, ...]) -> slice | tuple[int, ...]:
+    """Where `wanted` are in `layers`: a slice if they follow each other; () if one of them is not there."""
+    place = {layer: row for row, layer in enumerate(layers)}
+    rows = tuple(place.get(layer, -1) for layer in wanted)
+    if -1 in rows:
+        return ()
+    return slice(rows[0], rows[-1] + 1) if rows == tuple(range(rows[0], rows[-1] + 1)) else rows
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.page import Page
+from qkvshare_agents.page import EMPTY_PAGE, Page
 
 SHORTEST_SLICE = 16  # tokens; reading less than this again is cheaper than a node for it
 _MOST_OWNERS = 256  # of one node; who came first is forgotten first, and then reads the text again
@@ -94,7 +94,7 @@ class PageStore:
         self.evicted_pages = 0
         self._lock = threading.Lock()
         self._clock = itertools.count(1)
-        self._root = Node((), Page(None, None), None, root_key)
+        self._root = Node((), EMPTY_PAGE, None, root_key)
 
     def match(self, ids: Sequence[int], readers: Readers | None = None) -> Match:
         """The longest stored prefix of `ids` that `readers` own, compared id by id. Touches the path it returns.

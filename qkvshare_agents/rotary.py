@@ -9,13 +9,16 @@ its KV may differ by the rotation only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.span import Span
+
+if TYPE_CHECKING:
+    from qkvshare_agents.engine import Engine
 
 _POSITIONS = (3, 977)  # besides 0: the layout is found at one and verified at the other
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of the largest value; 16 bits round the angles' cosines, too
@@ -64,16 +67,21 @@ class Rotary:
     layers: tuple[Turn | None, ...] = ()
     refusal: str | None = None
 
-    def move(self, keys: Tensor, values: Tensor, old: Sequence[int], new: Sequence[int]) -> None:
-        """Turn keys [L, H, T, Dk] and values [L, H, T, Dv] that were computed at positions `old` in place, so that they
-        are those of the positions `new`."""
-        was, becomes = (torch.tensor(list(p), device=keys.device) for p in (old, new))
-        if torch.equal(was, becomes):
+    def move(self, span: Span, old: Sequence[int], new: Sequence[int]) -> None:
+        """Turn the keys of tokens that were computed at positions `old` in place, so that they are those of `new`."""
+        if list(old) == list(new):
             return
-        angles = {turn: turn.angles(was, becomes) for turn in set(self.layers) if turn}
-        for layer, turn in enumerate(self.layers):
-            if turn:
-                turn.apply((keys if turn.part == "keys" else values)[layer], angles[turn])
+        for block in span.blocks:
+            was, becomes = (torch.tensor(list(p), device=block.keys.device) for p in (old, new))
+            turns = [self.layers[layer] for layer in block.layers]
+            for turn in {turn for turn in turns if turn}:
+                part, angles = block.keys if turn.part == "keys" else block.values, turn.angles(was, becomes)
+                rows = [row for row, other in enumerate(turns) if other == turn]
+                if len(rows) == len(turns):  # one call for all layers takes a fraction of the time
+                    turn.apply(part, angles)
+                else:
+                    for row in rows:
+                        turn.apply(part[row], angles)
 
     def describe(self) -> str:
         """For people: what is turned, by layer kind."""
@@ -88,7 +96,7 @@ class Rotary:
         return "; ".join(sorted(kinds))
 
 
-def measure(engine: Engine) -> Rotary:
+def measure(engine: "Engine") -> Rotary:
     """Find the rotation of every layer from one token at three positions. Three forwards of one token."""
     if engine.refusal or engine.shape is None:
         return Rotary(refusal=engine.refusal or "the model's KV has no shape")
@@ -97,10 +105,9 @@ def measure(engine: Engine) -> Rotary:
     limit = min(engine.context_tokens, engine.kv_limit_tokens or engine.context_tokens)
     positions = [0, *(min(p, limit - 2 + i) for i, p in enumerate(_POSITIONS))]
     caches = [engine.read_alone(position) for position in positions]
-    spans = [kv.span(kv.tokens - 1, kv.tokens) for kv in caches]
     layers: list[Turn | None] = []
     for layer in range(engine.shape.layers if engine.takes_positions else 1):
-        alone = [(keys[layer], values[layer]) for keys, values in spans]
+        alone = [(keys[:, -1:], values[:, -1:]) for keys, values in (kv.layer(layer) for kv in caches)]
         found = _turn_of(engine, alone, positions)
         if isinstance(found, str):
             return Rotary(refusal=f"keys of {engine.config.model_type} can't be moved: {found}")
@@ -109,7 +116,7 @@ def measure(engine: Engine) -> Rotary:
     return Rotary(tuple(layers) if engine.takes_positions else (layers[0],) * engine.shape.layers)
 
 
-def _turn_of(engine: Engine, alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
+def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
     """The rotation that leads from (keys, values) [H, 1, D] at the first position to those at the others."""
     (keys, values), tolerance = alone[0], _TOLERANCE.get(alone[0][0].dtype, _COARSE)
 
@@ -147,4 +154,4 @@ def move(rotary: Rotary, kv: KVCache, old: Sequence[int]) -> None:
     """Move all tokens of `kv`, which were computed at positions `old`, to where they stand."""
     first = next((i for i, position in enumerate(old) if position != i), len(old))
     if first < len(old):
-        rotary.move(*kv.span(first, len(old)), old[first:], range(first, len(old)))
+        rotary.move(kv.span(first, len(old)), old[first:], range(first, len(old)))

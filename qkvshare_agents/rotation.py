@@ -57,8 +57,8 @@ def divergence(engine: Engine, *, rotate_keys: bool) -> float:
     expected = engine.logits(kv, rest, len(rest)).double().log_softmax(-1)
     precision = Precision(_BITS, 8, rotate_keys=rotate_keys)
     for start in range(0, len(cached), precision.page_size):
-        keys, values = kv.span(start, min(start + precision.page_size, len(cached)))
-        seal(keys, values, precision, starts_sequence=start == 0).open_into(keys, values)
+        span = kv.span(start, min(start + precision.page_size, len(cached)))
+        seal(span, precision, starts_sequence=start == 0).open_into(span)
     got = engine.logits(kv, rest, len(rest)).double().log_softmax(-1)
     return float((expected.exp() * (expected - got)).sum(-1).mean())
 

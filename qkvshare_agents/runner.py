@@ -1,25 +1,28 @@
 """Answers one turn: plans what it continues from, imports that, reads the rest, generates, keeps the KV."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from qkvshare_agents.access import Access
-from qkvshare_agents.assembly import Assemblies, bring
+from qkvshare_agents.assembly import Assembly
+from qkvshare_agents.composer import Composer
+from qkvshare_agents.drift import canary_of
 from qkvshare_agents.encoder import Ids
-from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow, QKVShareError
-from qkvshare_agents.fitter import Fitted, fit, whole
-from qkvshare_agents.fitting import room_for
+from qkvshare_agents.errors import Cancelled, CodecError
+from qkvshare_agents.fitter import whole
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
 from qkvshare_agents.page_store import NO_MATCH
-from qkvshare_agents.planner import Mode, Plan, plan
+from qkvshare_agents.planner import Mode, plan, stale_after
 from qkvshare_agents.report import HandoffReport
-from qkvshare_agents.rotary import move
+from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start
+from qkvshare_agents.summary import Summaries
 from qkvshare_agents.transcript import Prompt, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
 
@@ -35,17 +38,45 @@ class Runner:
     def __init__(self, host: "Host") -> None:
         self._host = host
         self._kv: KVCache | None = None
-        self._made: Assemblies | None = None
+        self._composer = Composer(host)
+        self._summaries = Summaries(host)
+        self._held: tuple[int, ...] = ()  # the ids whose KV the working cache still has, as the last turn used it
+
+    def native(self, ids: Sequence[int]) -> KVCache | None:
+        """The working cache if it still has the KV that `ids` were last continued with."""
+        return self._kv if self._held[: len(ids)] == tuple(ids) else None
+
+    def expected(
+        self, runs: Iterable[tuple[Page, int]], ids: Sequence[int], count: int, *, apart: bool = False
+    ) -> Tensor:
+        """Logits [count, V] behind each of the last `count` of `ids`, whose KV `runs` hold: read again behind it.
+
+        apart: in a cache of its own, so that the working cache keeps what it has.
+        """
+        shape = self._host.engine.shape
+        assert shape is not None
+        kv = KVCache(shape) if apart else self._working_cache(len(ids))
+        kv.load(runs)
+        kv.crop(len(ids) - count)
+        return self._host.engine.logits(kv, ids[-count:], count)
 
     def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         engine = self._host.engine  # loading is no part of the turn
         started = time.perf_counter()
-        fitted = self._fit(turn, self._host.prompt(turn))
+        summed = self._summaries.shorten(turn, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
+        turn = summed.turn
+        fitted = self._composer.fit(turn, self._host.prompt(turn), self._refusal(self._host.context_tokens))
         prompt, room = fitted.prompt, self._host.context_tokens - fitted.tokens
         longest = min(turn.sampling.max_tokens or room, room)
-        start = self._begin(prompt, longest, turn.access) if fitted.source is None else self._assemble(fitted, turn)
+        if fitted.source is None:
+            start = self._begin(prompt, longest, turn)
+        else:
+            start = self._composer.assemble(fitted, turn, self._working_cache(fitted.tokens + _RESERVED_TOKENS))
+        start = self._composer.splice(start, prompt, turn, cancelled)
         reused = start.plan.reused_tokens
-        logits = self._read(start, prompt, cancelled)
+        with self._composer.watching():
+            logits = self._read(start, prompt, cancelled)
+        first = logits if self._host.settings.measure_replay else None
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
@@ -58,16 +89,18 @@ class Runner:
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
         noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = (*turn.arrival.reasons, *fitted.reasons, *start.plan.reasons, *noticed)
-        reasons += self._keep(start, (*prompt.ids, *speech.ids))
+        reasons = (*turn.arrival.reasons, *summed.reasons, *fitted.reasons, *start.plan.reasons, *noticed)
+        dropped_tokens = summed.dropped_tokens + fitted.dropped_tokens
+        reasons += self._keep(start, (*prompt.ids, *speech.ids), prompt, turn)
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
             self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
+        replay_ms, replay_kl = self._replay(whole(fitted), first) if first is not None else (None, None)
         report = HandoffReport(
             agent=turn.speaker.name,
             source=prompt.last_answerer(start.covered),
-            mode=Mode.PARTIAL if fitted.dropped_tokens and start.plan.mode is Mode.KV else start.plan.mode,
+            mode=Mode.PARTIAL if dropped_tokens and start.plan.mode is Mode.KV else start.plan.mode,
             reasons=reasons,
             prompt_tokens=fitted.tokens,
             reused_tokens=reused,
@@ -79,36 +112,16 @@ class Runner:
             first_token_ms=first_ms,
             quantize_ms=quantize_ms,
             total_ms=total_ms,
-            replay_first_token_ms=self._replay_ms(whole(fitted)) if self._host.settings.measure_replay else None,
-            dropped_tokens=fitted.dropped_tokens,
+            replay_first_token_ms=replay_ms,
+            replay_kl=None if fitted.dropped_tokens else replay_kl,
+            dropped_tokens=dropped_tokens,
+            hops=start.hops,
+            canary_nats=turn.arrival.canary_nats,
+            canary_ms=turn.arrival.canary_ms,
         )
         self._host.reports.append(report)
         handle = start.store.address(start.path((*prompt.ids, *speech.ids))) if start.store else ""
         return Answer(text, thought, calls, speech.finish_reason, fitted.tokens, len(speech.ids), report, handle)
-
-    def _fit(self, turn: Turn, prompt: Prompt) -> Fitted:
-        """Raises ContextOverflow if the prompt does not fit and must not be changed."""
-        host, context = self._host, self._host.context_tokens
-        if host.settings.fit == "error":
-            if len(prompt.ids) >= context:
-                who = turn.speaker.label or "an agent"
-                raise ContextOverflow(
-                    f"context length exceeded: {len(prompt.ids)} tokens and one to come > {context} ({who})"
-                )
-            return Fitted(prompt)
-        room = room_for(context, turn.sampling.max_tokens)
-        if not room.lacks(len(prompt.ids)):
-            return Fitted(prompt)
-        assemblies = None if self._refusal(context) else self._assemblies
-        sinks, readers = host.precision.num_sink_tokens, turn.access.readers
-        return fit(prompt, room, sinks=sinks, assemblies=assemblies, readers=readers, immovable=host.rotary.refusal)
-
-    @property
-    def _assemblies(self) -> Assemblies:
-        store = self._host.store
-        if self._made is None or self._made.store is not store:
-            self._made = Assemblies(store)
-        return self._made
 
     def _refusal(self, total: int) -> str | None:
         """Why KV can't be handed over in a turn that may come to `total` tokens."""
@@ -119,35 +132,19 @@ class Runner:
             return f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
         return engine.refusal or (None if engine.shape else "the model's KV has no shape that can be stored")
 
-    def _assemble(self, fitted: Fitted, turn: Turn) -> Start:
-        """Put the pieces that the turn continues from into the working cache, and move their keys."""
-        store, source = self._host.store, fitted.source
-        assert source is not None
-        importing = time.perf_counter()
-        kv = self._working_cache(fitted.tokens + _RESERVED_TOKENS)
-        positions, pages = bring(store, source.pieces, kv, turn.access.readers)
-        if len(positions) != source.tokens:
-            raise QKVShareError(f"only {len(positions)} of {source.tokens} tokens of stored KV are left")
-        move(self._host.rotary, kv, positions)
-        decision = Plan(Mode.PARTIAL, kv.tokens, ())
-        run = self._host.engine.begin(kv)
-        return Start(
-            run, decision, NO_MATCH, store, turn.access.owners, _ms_since(importing), assembly=fitted.assembly,
-            covered=source.covered, pages=tuple(pages),
-        )  # fmt: skip
-
     def _working_cache(self, tokens: int) -> KVCache:
         """Emptied, with room for `tokens`."""
         shape = self._host.engine.shape
         assert shape is not None
         if self._kv is None or self._kv.shape != shape:
             self._kv = KVCache(shape)
+        self._held = ()
         self._kv.clear(tokens)
         return self._kv
 
-    def _begin(self, prompt: Prompt, longest: int, access: Access) -> Start:
+    def _begin(self, prompt: Prompt, longest: int, turn: Turn) -> Start:
         """Plan the turn and put the KV that it reuses into the working cache."""
-        engine = self._host.engine
+        engine, access = self._host.engine, turn.access
         if refusal := self._refusal(len(prompt.ids) + longest):
             return Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
         store = self._host.store
@@ -158,9 +155,14 @@ class Runner:
         if engine.has_state:
             state = self._host.snapshots.longest(ids[:found])
             match = match.head(state.tokens if state else 0)
+        hops = max((page.hops for page, _ in match.runs), default=0)
+        stale = stale_after(hops, self._host.settings.refresh_every) if match.tokens else None
+        if stale:
+            match, state, found = NO_MATCH, None, 0
         decision = plan(
             prompt.settled,
             match.tokens,
+            refusal=stale,
             evicted_pages=store.evicted_pages,
             withheld=access.reason if hidden else "",
             stateless_tokens=found - match.tokens,
@@ -169,8 +171,14 @@ class Runner:
         kv = self._working_cache(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         kv.load(match.runs)
         kv.state = state
-        run, import_ms = engine.begin(kv), _ms_since(importing)
-        return Start(run, decision, match, store, access.owners, import_ms, state, covered=match.tokens)
+        if match.tokens:  # this handoff counts once: moving between processes did so already
+            hops = max(1, hops if turn.arrival.moved_bytes and not turn.arrival.alarmed else hops + 1)
+        hops = hops if match.tokens else 0
+        import_ms = _ms_since(importing)
+        return Start(
+            engine.begin(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale),
+            covered=match.tokens,
+        )  # fmt: skip
 
     def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
         """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
@@ -189,39 +197,52 @@ class Runner:
                 start.snapshots[stop] = state
             position = stop
 
-    def _keep(self, start: Start, ids: Ids) -> tuple[str, ...]:
+    def _keep(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:
             return ()
-
-        behind = start.assembly.tokens if start.assembly else 0
-
-        def make_page(first: int, stop: int, sealed: bool) -> Page:
-            spans, starts = kv.span(behind + first, behind + stop), behind + first == 0
-            return seal(*spans, self._host.precision, starts_sequence=starts) if sealed else keep_native(*spans)
-
         # the last token of an answer that hit its limit was not fed
-        fed = start.path(ids)[: start.run.tokens - behind]
+        last = start.assembly or Assembly()
+        fed = ids[: len(last.prefix) + start.run.tokens - last.tokens]
+        self._held = () if start.assembly else fed
         try:
-            sealed_tokens = len(fed) - self._host.precision.residual_length
-            store.extend(fed, self._host.precision.page_size, sealed_tokens, make_page, start.owners)
+            for assembly, read in (*start.earlier, (start.assembly, fed)):
+                self._seal(start, kv, store, assembly or Assembly(), read)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
-        if start.assembly:
-            self._assemblies.keep(start.assembly)
+        self._composer.keep(start, fed, prompt, turn)
+        if start.assembly is None:
+            self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state
         for tokens, snapshot in start.snapshots.items():
             self._host.snapshots.keep(fed[:tokens], snapshot)
         return ()
 
-    def _replay_ms(self, prompt: Prompt) -> float:
+    def _seal(self, start: Start, kv: KVCache, store: SharedPageStore, assembly: Assembly, read: Ids) -> None:
+        """Store what was read of the prompt `read` behind the assembly."""
+        precision, behind, path = self._host.precision, assembly.tokens, assembly.path(read)
+
+        def make_page(first: int, stop: int, sealed: bool) -> Page:
+            span, begins = kv.span(behind + first, behind + stop), behind + first == 0
+            page = seal(span, precision, starts_sequence=begins) if sealed else keep_native(span)
+            return replace(page, hops=start.hops)
+
+        if start.renews and not assembly.mark:
+            store.renew(path, make_page)
+        sealed_tokens = len(path) - precision.residual_length
+        store.extend(path, precision.page_size, sealed_tokens, make_page, start.owners)
+
+    def _replay(self, prompt: Prompt, first: Tensor) -> tuple[float, float]:
+        """Milliseconds that reading the text takes, and how far `first`, the turn's first logits, is off (nats)."""
         started = time.perf_counter()
         logits = self._host.engine.feed(self._host.engine.begin(None), prompt.ids)
         assert logits is not None
         int(logits.argmax())
-        return _ms_since(started)
+        replay_ms = _ms_since(started)
+        expected, got = logits.double().log_softmax(-1), first.double().log_softmax(-1)
+        return replay_ms, float((expected.exp() * (expected - got)).sum())
 
 
 def _ms_since(started: float) -> float:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
+from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
 from qkvshare_agents.integrity import check_secret
@@ -24,10 +25,13 @@ class HostSettings:
     fit into it together with its answer: `drop_head` drops what follows the system text, `drop_least_attended` the
     tokens that received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
     ContextOverflow.
-    splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt; an
-    approximation, of which the first `recompute_tokens` tokens of each such text are computed anew.
+    splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt.
+    An approximation; the first `recompute_tokens` of such a text are computed anew.
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
-    every turn.
+    every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per
+    token (default: by the model's dtype, see `drift`; inf: not compared). coarse_limit: how far packed KV may be off
+    native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the text
+    (0: never).
     """
 
     model: str
@@ -48,14 +52,15 @@ class HostSettings:
     fit: Fit = "drop_head"
     splice: bool = False
     recompute_tokens: int = 16
+    canary_limit: float | None = None
+    coarse_limit: float = COARSE
+    refresh_every: int = 0
 
     def __post_init__(self) -> None:
         preset(self.precision)
         check_secret(self.secret)
         if self.layout not in LAYOUTS:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
-        if self.budget_bytes < 0:
-            raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
         if self.fit not in FITS:
             raise InvalidSetting(f"no fit {self.fit!r}; choose from {', '.join(FITS)}")
         if self.splice and self.layout != "stock":
@@ -64,3 +69,11 @@ class HostSettings:
             raise InvalidSetting(f"recompute_tokens must not be negative: {self.recompute_tokens}")
         if self.context_tokens is not None and self.context_tokens < SHORTEST_CONTEXT:
             raise InvalidSetting(f"context_tokens must be at least {SHORTEST_CONTEXT}, not {self.context_tokens}")
+        if self.budget_bytes < 0 or self.refresh_every < 0:
+            raise InvalidSetting(
+                f"budget_bytes ({self.budget_bytes}) and refresh_every ({self.refresh_every}) must not be negative"
+            )
+        if not self.coarse_limit > 0 or not (self.canary_limit is None or self.canary_limit > 0):  # nor NaN
+            raise InvalidSetting(
+                f"canary_limit ({self.canary_limit}) and coarse_limit ({self.coarse_limit}) must be above 0"
+            )

@@ -18,7 +18,9 @@ class Start:
 
     store, owners: where and for whom its KV may be kept, if anywhere. state: what it continues from beside the pages
     of `match`; snapshots: taken on the way, by tokens. assembly: what the run began with (None: `match`), standing for
-    the prompt's first `covered` tokens; pages: where that came from.
+    the prompt's first `covered` tokens; pages: where that came from; earlier: what it had begun with before, and the
+    ids read behind that. hops: how many handoffs lie between the text and what this turn
+    computes. renews: stored pages of these tokens are replaced.
     """
 
     run: Run
@@ -31,6 +33,9 @@ class Start:
     assembly: Assembly | None = None
     covered: int = 0
     pages: tuple[Page, ...] = ()
+    earlier: tuple[tuple[Assembly | None, Ids], ...] = ()
+    hops: int = 0
+    renews: bool = False
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
     def path(self, ids: Ids) -> Ids:

@@ -11,28 +11,36 @@ from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.package import Package, Step
 from qkvshare_agents.page import Page, Precision, keep_native, seal
 from qkvshare_agents.page_store import chained_key
+from qkvshare_agents.span import Block, LayerGroup, Span
 
 SECRET = "a secret that both sides were given"
 FINGERPRINT = Fingerprint(*(hashlib.sha256(name.encode()).hexdigest() for name in "abcdef"))
 ROOT = b"r" * 32
-SHAPE = (2, 1, 8, 4)
+GROUPS = (LayerGroup((0, 1), 1, 8, 4),)
+MIXED_GROUPS = (LayerGroup((0, 2, 3), 1, 8, 4), LayerGroup((1,), 2, 4, 4))
 PRECISIONS = (
     Precision(8, 8, page_size=16),
     Precision(4, 3, page_size=16, rotate_keys=True, rotate_values=True),
     Precision(2, 2, page_size=16, num_sink_tokens=0, key_group_size=4, value_group_size=2, rotate_keys=False),
     Precision(None, None, page_size=16),
+    Precision(page_size=16, widths=((4, 2), (8, 8), (2, 3), (4, None))),
 )
 
 
-def kv(tokens: int, shape: tuple[int, int, int, int] = SHAPE, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    layers, heads, key_dim, value_dim = shape
+def kv(tokens: int, groups: tuple[LayerGroup, ...] = GROUPS, seed: int = 0) -> Span:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(layers, heads, tokens, dim, generator=generator) for dim in (key_dim, value_dim))
+
+    def noise(group: LayerGroup, dim: int) -> torch.Tensor:
+        return torch.randn(len(group.layers), group.heads, tokens, dim, generator=generator)
+
+    return Span(tokens, tuple(Block(g.layers, noise(g, g.key_dim), noise(g, g.value_dim)) for g in groups))
 
 
-def pages(precision: Precision, count: int = 2, open_tokens: int = 5, shape=SHAPE) -> list[Page]:
-    sealed = [seal(*kv(precision.page_size, shape, i), precision, starts_sequence=i == 0) for i in range(count)]
-    return [*sealed, keep_native(*kv(open_tokens, shape, count))]
+def pages(precision: Precision, count: int = 2, open_tokens: int = 5) -> list[Page]:
+    """Sealed ones and an open one; layers differ in shape if they differ in width."""
+    groups = MIXED_GROUPS if precision.widths else GROUPS
+    sealed = [seal(kv(precision.page_size, groups, i), precision, starts_sequence=i == 0) for i in range(count)]
+    return [*sealed, keep_native(kv(open_tokens, groups, count))]
 
 
 def package(made: list[Page], *, omit: tuple[int, ...] = (), extra_ids: int = 2, **fields: object) -> Package:
@@ -44,7 +52,8 @@ def package(made: list[Page], *, omit: tuple[int, ...] = (), extra_ids: int = 2,
         sealed = index < len(made) - 1
         steps.append(Step(page.tokens, key, sealed, None if index in omit else page))
         start += page.tokens
-    given = {"ledger": (("said", 3, 9),), "handoff": "go on", "metadata": {"turn": "2"}, "shape": SHAPE, **fields}
+    groups = MIXED_GROUPS if 3 in {layer for part in made[0].keys for layer in part.layers} else GROUPS
+    given = {"ledger": (("said", 3, 9),), "handoff": "go on", "metadata": {"turn": "2"}, "groups": groups, **fields}
     return Package(ids, tuple(steps), FINGERPRINT, **given)
 
 
@@ -58,61 +67,66 @@ def second_reader(data: bytes, secret: str = SECRET) -> dict[str, object]:
     head, body = data[: 8 + length], data[8 + length :]
     header = json.loads(head[8:])
     metadata = header.pop("__metadata__")
-    assert (metadata["format"], metadata["version"]) == ("qkvshare", "1")
+    assert (metadata["format"], metadata["version"]) == ("qkvshare", "2")
     manifest = json.loads(metadata["manifest"])
     place = {name: entry["data_offsets"] for name, entry in header.items()}
     assert manifest["algorithm"] == "sha256"
-    signed = hmac.new(secret.encode(), b"qkvshare package 1\0" + head, "sha256").digest()
+    signed = hmac.new(secret.encode(), b"qkvshare package 2\0" + head, "sha256").digest()
     assert body[slice(*place["mac"])] == signed and manifest["signed"]
     raw = body[slice(*place["ids"])]
     assert hashlib.sha256(raw).hexdigest() == manifest["ids_digest"]
     ids = struct.unpack(f"<{manifest['tokens']}q", raw)
-    keys, values, key, start = [], [], ROOT, 0
+    found, key, start = [], ROOT, 0
     for index, run in enumerate(manifest["runs"]):
         for token in ids[start : start + run["tokens"]]:
             key += token.to_bytes(8, "little")
         key, start = hashlib.sha256(key).digest(), start + run["tokens"]
         assert run["key"] == key.hex()
         if run["page"] is None:
+            found.append(None)
             continue
         own = [place[name] for name in place if name.startswith(f"{index}.")]
         assert hashlib.sha256(body[own[0][0] : own[-1][1]]).hexdigest() == run["page"]["digest"]
-        for part, out, dim in (("k", keys, manifest["shape"][2]), ("v", values, manifest["shape"][3])):
-            out.append(_second_plane(index, part, run, manifest, body, place, dim))
-    return {"ids": ids, "keys": keys, "values": values, "manifest": manifest}
+        layout, kept = manifest["layouts"][run["page"]["layout"]], {}
+        for letter, name, size in (("k", "keys", "key_dim"), ("v", "values", "value_dim")):
+            for number, part in enumerate(layout[name]):
+                (group,) = [g for g in manifest["groups"] if set(part["layers"]) <= set(g["layers"])]
+                read = (f"{index}.{letter}{number}", part, run["tokens"], group["heads"], group[size])
+                rows = _second_part(*read, manifest["dtype"], body, place)
+                kept.update({(letter, layer): row for layer, row in zip(part["layers"], rows, strict=True)})
+        found.append(kept)
+    return {"ids": ids, "pages": found, "manifest": manifest}
 
 
-def _second_plane(index, part, run, manifest, body, place, dim):
-    """Nested lists [L][H][T][D] of one page's keys or values."""
-    layers, heads = manifest["shape"][:2]
-    native = run["page"]["native"]
-    packed = run["tokens"] - native
-    plane = run["page"]["keys" if part == "k" else "values"]
+def _second_part(prefix, part, tokens, heads, dim, dtype, body, place):
+    """Nested lists [L][H][T][D] of the keys or values of some layers."""
+    layers, native, plane = len(part["layers"]), part["native"], part["plane"]
+    packed = tokens - native
 
     def numbers(name: str, code: str, *shape: int):
-        flat_values = list(struct.iter_unpack("<" + code, body[slice(*place[f"{index}.{name}"])]))
+        flat_values = list(struct.iter_unpack("<" + code, body[slice(*place[prefix + name])]))
         values = [value for (value,) in flat_values]
         for size in reversed(shape):
             values = [values[i : i + size] for i in range(0, len(values), size)]
         return values[0]
 
-    code = {"F32": "f", "F16": "e"}[manifest["dtype"]]
+    code = {"F32": "f", "F16": "e"}[dtype]
     out = [[[] for _ in range(heads)] for _ in range(layers)]
     if native:
-        rows = numbers(f"n{part}", code, layers, heads, native, dim)
+        rows = numbers("n", code, layers, heads, native, dim)
         out = [[[*rows[la][h]] for h in range(heads)] for la in range(layers)]
     if plane is None:
         return out
     bits, per_channel = plane["bits"], plane["group"] == "channel"
     multiple = 8 if bits == 3 else 8 // bits
     width = -(-dim // multiple) * multiple
-    codes = numbers(f"{part}c", "B", layers, heads, packed, width * bits // 8)
+    codes = numbers("c", "B", layers, heads, packed, width * bits // 8)
     axis = packed if per_channel else dim
     size = min(plane["group_size"] or axis, axis)
     groups = -(-axis // size)
     shape = (groups, dim) if per_channel else (packed, groups)
-    scale = numbers(f"{part}s", "e", layers, heads, *shape)
-    low = numbers(f"{part}m", "e", layers, heads, *shape) if plane["minimum"] else None
+    scale = numbers("s", "e", layers, heads, *shape)
+    low = numbers("m", "e", layers, heads, *shape) if plane["minimum"] else None
     for la in range(layers):
         for h in range(heads):
             for t in range(packed):

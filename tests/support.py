@@ -7,6 +7,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qkvshare_agents.engine import Engine
+from qkvshare_agents.span import Block, Span
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -19,6 +20,11 @@ _CORPUS = [
     "The quick brown fox jumps over the lazy dog. Several agents work on this conversation in turn.",
     '{"name": "lookup", "arguments": {"city": "Paris"}} <tool_call> </tool_call> <tool_response>',
 ] * 4
+
+
+def stacked(keys: torch.Tensor, values: torch.Tensor) -> Span:
+    """A span of layers that are all alike: keys [L, H, T, Dk] and values [L, H, T, Dv]."""
+    return Span(keys.shape[2], (Block(tuple(range(len(keys))), keys, values),))
 
 
 def tiny_tokenizer(

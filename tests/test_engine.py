@@ -39,9 +39,9 @@ def handed_over(engine: Engine, ids: list[int], at: int, precision: page.Precisi
     pages = []
     for start in range(0, at, size):
         stop = min(start + size, at)
-        spans = source.span(start, stop)
+        span = source.span(start, stop)
         full = stop - start == size
-        pages.append(page.seal(*spans, precision, starts_sequence=start == 0) if full else page.keep_native(*spans))
+        pages.append(page.seal(span, precision, starts_sequence=start == 0) if full else page.keep_native(span))
     target.load((p, p.tokens) for p in pages)
     logits = engine.feed(engine.begin(target), ids[at:])
     assert logits is not None

@@ -15,6 +15,7 @@ from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.package import Package
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.span import LayerGroup
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
 
@@ -143,7 +144,7 @@ def test_another_salt_finds_nothing_and_the_same_does() -> None:
     assert same.adopt(out) == ()
     assert "salt" in other.adopt(out)[0]
     assert other.store.page_count == 0
-    text = b"".join(out.write().pieces[:1]).decode()
+    text = bytes(out.write().pieces[0][8:]).decode()
     assert "salt" not in text.replace("QKVSHARE_SALT", "")
 
 
@@ -159,8 +160,17 @@ def test_foreign_ids_do_not_come_in() -> None:
     out = a.export(turn(a, "b", answered(a, "a", [TASK])))
     assert "another salt" in b.adopt(replace(out, ids=(*out.ids[1:], out.ids[0])))[0]
     assert "token id" in b.adopt(replace(out, ids=(*out.ids, 10_000)))[0]
-    assert "shape" in b.adopt(replace(out, shape=(1, 1, 1, 1)))[0]
+    assert "1 layers x 1 heads x 1 + 1" in b.adopt(replace(out, groups=(LayerGroup((0,), 1, 1, 1),)))[0]
     assert "context" in b.adopt(replace(out, ids=out.ids * 100))[0]
+    assert b.store.page_count == 0
+
+
+def test_pages_without_all_layers_do_not_come_in() -> None:
+    a, b = scripted(0), scripted(1)
+    out = a.export(turn(a, "b", answered(a, "a", [TASK])))
+    last = out.steps[-1]
+    fewer = replace(last.page, keys=(replace(last.page.keys[0], layers=(0,)),))
+    assert "layers" in b.adopt(replace(out, steps=(*out.steps[:-1], replace(last, page=fewer))))[0]
     assert b.store.page_count == 0
 
 

@@ -88,7 +88,7 @@ def test_where_state_is_missing_the_text_is_read_and_the_report_says_so() -> Non
     for _ in range(3):
         answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result()
         messages.append(Message("user", answer.text, "a"))
-    h._snapshots.clear()
+    h.snapshots.clear()
     report = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result().report
     assert report.mode.value == "TEXT" and "state is kept only where turns end" in report.reasons[0]
     h.assert_exact()
@@ -100,7 +100,7 @@ def test_payload_counts_the_state() -> None:
     member = h.roster.learn("", "a", "You are a.")
     said = h.submit(Turn(member, "", (TASK,), Sampling(max_tokens=30))).result().text
     report = h.submit(Turn(member, "", (TASK, Message("user", said, "a")), Sampling(max_tokens=30))).result().report
-    kept = max(h._snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
+    kept = max(h.snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
     assert report.payload_bytes == kept.nbytes > 0 and report.payload_ratio == pytest.approx(2.0)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents import fitting, rotary
+from qkvshare_agents.attention import Attended, AttentionMeter
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting
 from qkvshare_agents.eval import families
@@ -85,11 +86,10 @@ def expected_logits(host: Host, ids: tuple[int, ...], covered: int, dropped: fit
         full = KVCache(engine.shape)
         engine.feed(engine.begin(full), ids[:covered])
         kept = [i for start, stop in without(((0, covered),), dropped) for i in range(start, stop)]
-        keys, values = (part[:, :, kept].clone() for part in full.span(0, covered))
-        rotary.measure(engine).move(keys, values, kept, range(len(kept)))
         kv = KVCache(engine.shape)
         for layer in range(engine.shape.layers):
-            kv.append(layer, keys[layer], values[layer])
+            kv.append(layer, *(part[:, kept] for part in full.layer(layer)))
+        rotary.measure(engine).move(kv.span(0, len(kept)), kept, range(len(kept)))
         return engine.feed(engine.begin(kv), ids[covered:])
 
 
@@ -200,6 +200,73 @@ def test_frequencies_that_switch_are_refused_and_the_text_is_cut() -> None:
     talk.ask(300)
     report = talk.ask(200, "b", seed=1)
     assert report.mode.value == "TEXT" and report.dropped_tokens and "frequencies" in " ".join(report.reasons)
+
+
+def test_the_least_attended_tokens_go_and_the_conversation_goes_on() -> None:
+    talk = Talk(make(context=512, fit="drop_least_attended"))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.mode.value == "PARTIAL" and report.dropped_tokens and "in " in report.reasons[0]
+    assert report.prompt_tokens + 24 <= 512 and report.reused_tokens > 150
+    reports = [talk.ask(40, "ab"[i % 2], seed=i) for i in range(8)]
+    assert all(r.prefilled_tokens < 100 and r.prompt_tokens + 24 <= 512 for r in reports)
+    assert all(r.dropped_tokens for r in reports)
+
+
+def test_attention_is_what_softmax_gives_and_changes_nothing() -> None:
+    engine = Engine(families.tiny_model("llama", attn_implementation="eager"), tiny_tokenizer(), name="eager")
+    ids = [(11 * i + 5) % 600 for i in range(16)]
+    expected = engine.feed(engine.begin(None), ids)
+    weights = engine.model(input_ids=torch.tensor([ids]), output_attentions=True).attentions
+    for implementation in ("eager", "sdpa"):
+        engine.model.set_attn_implementation(implementation)
+        meter = AttentionMeter(engine.model)
+        with meter.watching():
+            got = engine.feed(engine.begin(None), ids)
+        assert (got - expected).abs().max() < 1e-4
+        assert torch.allclose(meter.mass, sum(w.sum((0, 1, 2)) for w in weights), atol=1e-3)
+        assert engine.model.config._attn_implementation == implementation
+
+
+def test_attention_is_added_over_turns_and_kept_from_strangers() -> None:
+    known = Attended()
+    known.add((1, 2, 3), torch.tensor([1.0, 2.0, 3.0]), (0, 1, 2), ("a",), None)
+    known.add((1, 2, 3, 4), torch.tensor([1.0, 1.0, 5.0]), (0, 2, 3), ("a",), None)
+    assert known.of((1, 2, 3, 4), None).tolist() == [2, 2, 4, 5]
+    assert known.of((1, 2, 9), frozenset("a")).tolist() == [2, 2]
+    assert known.of((1, 2, 3), frozenset("b")).tolist() == []
+
+
+def test_a_model_whose_attention_is_not_seen_drops_its_head() -> None:
+    talk = Talk(make("bloom", context=512, fit="drop_least_attended"))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.mode.value == "PARTIAL" and report.dropped_tokens
+
+
+def test_older_messages_are_summed_up_once_by_who_spoke_last() -> None:
+    talk = Talk(make(context=512, fit="summarise"))
+    for seed in range(3):
+        assert not talk.ask(80, "ab"[seed % 2], seed=seed).dropped_tokens
+    reports = []
+    for seed in range(3, 9):
+        before = len(talk.host.reports)
+        reports.append(talk.ask(60, "ab"[seed % 2], seed=seed))
+        if len(talk.host.reports) == before + 2:  # the summary is a turn, too
+            assert talk.host.reports[-2].agent in "ab" and talk.host.reports[-2].generated_tokens > 0
+    written = [len(talk.host.reports) - 9]
+    assert 1 <= written[0] < 6, "one summary serves several turns"
+    short = [r for r in reports if r.dropped_tokens]
+    assert short and all("were replaced by a summary" in r.reasons[0] for r in short)
+    assert all(r.prompt_tokens + 24 <= 512 for r in reports)
+
+
+def test_a_message_that_is_too_long_alone_is_cut_whatever_the_summary() -> None:
+    talk = Talk(make(context=512, fit="summarise"))
+    talk.ask(100)
+    report = talk.ask(900, "b", seed=1)
+    assert report.prompt_tokens + 24 <= 512 and report.dropped_tokens > 400
+    assert any("as text" in reason or "was moved" in reason for reason in report.reasons)
 
 
 def test_error_is_the_old_way() -> None:

@@ -41,7 +41,10 @@ def test_a_file_is_described(tmp_path) -> None:
     assert described["signature"] == "valid"
     assert described["nbytes"] == path.stat().st_size
     assert described["covered_tokens"] == 37 and described["tokens"] == 39
-    bits = [run["keys"]["bits"] if run["keys"] else None for run in described["runs"]]
+    bits = [
+        run["keys"][0]["plane"] and run["keys"][0]["plane"]["bits"] if run["keys"] else None
+        for run in described["runs"]
+    ]
     assert bits == [4, None, None]
     assert [run["digest"] is None for run in described["runs"]] == [False, True, False]
     text = invoke("inspect", str(path), QKVSHARE_SECRET="")

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from support import stacked
 from torch import Tensor
 
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.page import Precision, keep_native, seal
+from qkvshare_agents.span import LayerGroup
 
-SHAPE = KVShape(layers=3, heads=2, key_dim=16, value_dim=8, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = KVShape((LayerGroup((0, 1, 2), heads=2, key_dim=16, value_dim=8),), torch.float32, torch.device("cpu"))
 
 
 def noise(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -23,7 +25,8 @@ def append(kv: KVCache, keys: Tensor, values: Tensor) -> None:
 
 def assert_holds(kv: KVCache, keys: Tensor, values: Tensor) -> None:
     assert kv.tokens == keys.shape[2]
-    got_keys, got_values = kv.span(0, kv.tokens)
+    (block,) = kv.span(0, kv.tokens).blocks
+    got_keys, got_values = block.keys, block.values
     assert torch.equal(got_keys, keys) and torch.equal(got_values, values)
 
 
@@ -35,6 +38,26 @@ def test_appending_in_steps_equals_appending_at_once(steps: list[int]) -> None:
         append(kv, keys[:, :, start : start + step], values[:, :, start : start + step])
         start += step
     assert_holds(kv, keys, values)
+
+
+def test_layers_of_differing_shape_are_held_beside_each_other() -> None:
+    groups = LayerGroup((0, 2), 2, 16, 8), LayerGroup((1,), 1, 4, 4)
+    kv = KVCache(KVShape(groups, torch.float32, torch.device("cpu")))
+    generator = torch.Generator().manual_seed(0)
+    native = [
+        tuple(torch.randn(g.heads, 300, dim, generator=generator) for dim in (g.key_dim, g.value_dim))
+        for g in (groups[0], groups[1], groups[0])
+    ]
+    for start, stop in ((0, 200), (200, 201), (201, 300)):
+        for layer, (keys, values) in enumerate(native):
+            kv.append(layer, keys[:, start:stop], values[:, start:stop])
+    assert (kv.tokens, kv.shape.layers, kv.shape.values_per_token) == (300, 3, 2 * 2 * 24 + 8)
+    assert kv.nbytes == 4 * kv.shape.values_per_token * 512
+    reader = KVCache(kv.shape)
+    reader.load([(keep_native(kv.span(0, 300)), 290)])
+    for held in (kv.span(0, 290), reader.span(0, 290)):
+        for (_, keys, values), expected in zip(held.layers(), native, strict=True):
+            assert torch.equal(keys, expected[0][:, :290]) and torch.equal(values, expected[1][:, :290])
 
 
 def test_append_returns_all_tokens_of_its_layer() -> None:
@@ -60,10 +83,10 @@ def test_reserved_room_is_not_allocated_again() -> None:
     keys, values = noise(400)
     kv = KVCache(SHAPE)
     kv.clear(400)
-    place, size = kv.span(0, 1)[0].data_ptr(), kv.nbytes
+    place, size = kv.span(0, 1).blocks[0].keys.data_ptr(), kv.nbytes
     append(kv, keys, values)
     kv.clear(300)
-    assert (kv.span(0, 1)[0].data_ptr(), kv.nbytes, kv.tokens) == (place, size, 0)
+    assert (kv.span(0, 1).blocks[0].keys.data_ptr(), kv.nbytes, kv.tokens) == (place, size, 0)
 
 
 def test_growing_token_by_token_copies_rarely() -> None:
@@ -107,7 +130,7 @@ def test_page_runs_load_in_order_as_far_as_asked() -> None:
     keys, values = noise(600)
     spans = [(0, 64, 64), (64, 128, 50), (300, 600, 300)]
     kv = KVCache(SHAPE)
-    kv.load((keep_native(keys[:, :, a:b], values[:, :, a:b]), tokens) for a, b, tokens in spans)
+    kv.load((keep_native(stacked(keys[:, :, a:b], values[:, :, a:b])), tokens) for a, b, tokens in spans)
     index = torch.cat([torch.arange(a, a + tokens) for a, _, tokens in spans])
     assert_holds(kv, keys[:, :, index], values[:, :, index])
 
@@ -115,10 +138,12 @@ def test_page_runs_load_in_order_as_far_as_asked() -> None:
 def test_packed_pages_load_close_to_what_was_sealed() -> None:
     keys, values = noise(128)
     precision = Precision(page_size=64)
-    pages = [seal(keys[:, :, a : a + 64], values[:, :, a : a + 64], precision, starts_sequence=a == 0) for a in (0, 64)]
+    span = stacked(keys, values)
+    pages = [seal(span.cut(a, a + 64), precision, starts_sequence=a == 0) for a in (0, 64)]
     kv = KVCache(SHAPE)
     kv.load([(pages[0], 64), (pages[1], 33)])
-    for got, expected in zip(kv.span(0, 97), (keys, values), strict=True):
+    (block,) = kv.span(0, 97).blocks
+    for got, expected in zip((block.keys, block.values), (keys, values), strict=True):
         assert torch.equal(got[:, :, :4], expected[:, :, :4]), "sinks are native"
         assert (got - expected[:, :, :97]).abs().max() < 0.03
     assert kv.tokens == 97

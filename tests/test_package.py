@@ -15,15 +15,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packages import FINGERPRINT, PRECISIONS, SECRET, SHAPE, flat, kv, package, pages, second_reader
+from packages import FINGERPRINT, GROUPS, MIXED_GROUPS, PRECISIONS, SECRET, flat, kv, package, pages, second_reader
+from support import stacked
 
 from qkvshare_agents import container, integrity, manifest
 from qkvshare_agents import package as package_module
-from qkvshare_agents.errors import InvalidSetting, PackageError
+from qkvshare_agents.drift import Canary
+from qkvshare_agents.errors import CodecError, InvalidSetting, PackageError
 from qkvshare_agents.memory import Blocks
 from qkvshare_agents.package import Package, crop, inspect, read
-from qkvshare_agents.page import Page, Precision, seal
+from qkvshare_agents.page import Page, Part, Precision, keep_native, seal
 from qkvshare_agents.payload import Payload
+from qkvshare_agents.span import LayerGroup
 
 FUZZ = int(os.environ.get("QKVSHARE_FUZZ", "1500"))  # examples per fuzzing test
 ALGORITHMS = [
@@ -33,15 +36,26 @@ ALGORITHMS = [
 SMALL = flat(package(pages(PRECISIONS[1], count=1, open_tokens=1)).write(secret=SECRET, algorithm="sha256"))
 
 
-def opened(page: Page) -> tuple[torch.Tensor, torch.Tensor]:
-    layers, heads, key_dim, value_dim = SHAPE
-    keys, values = (torch.full((layers, heads, page.tokens, dim), torch.nan) for dim in (key_dim, value_dim))
-    page.open_into(keys, values)
-    return keys, values
+def opened(page: Page) -> dict[tuple[str, int], torch.Tensor]:
+    """Keys ("k") and values ("v") [H, T, D] by layer."""
+    layers = {layer for part in page.keys for layer in part.layers}
+    span = kv(page.tokens, MIXED_GROUPS if 3 in layers else GROUPS)
+    for block in span.blocks:
+        for tensor in (block.keys, block.values):
+            tensor.fill_(torch.nan)
+    page.open_into(span)
+    return {(what, i): t for i, k, v in span.layers() for what, t in (("k", k), ("v", v))}
+
+
+def assert_opens_alike(a: Page, b: Page, tokens: int | None = None) -> None:
+    """The first `tokens` tokens of both, or all."""
+    mine, theirs = opened(a), opened(b)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[which][:, :tokens], theirs[which][:, :tokens]) for which in mine)
 
 
 def assert_same(a: Package, b: Package) -> None:
-    for name in ("ids", "fingerprint", "shape", "ledger", "handoff", "metadata", "id", "created_ms", "expires_ms"):
+    for name in ("ids", "fingerprint", "groups", "ledger", "handoff", "metadata", "id", "created_ms", "expires_ms"):
         assert getattr(a, name) == getattr(b, name), name
     for mine, theirs in zip(a.steps, b.steps, strict=True):
         assert (mine.tokens, mine.key, mine.sealed) == (theirs.tokens, theirs.key, theirs.sealed)
@@ -49,7 +63,7 @@ def assert_same(a: Package, b: Package) -> None:
         if mine.page and theirs.page:
             assert theirs.page.hops == mine.page.hops + 1
             assert theirs.page.nbytes <= mine.page.nbytes
-            assert all(torch.equal(x, y) for x, y in zip(opened(mine.page), opened(theirs.page), strict=True))
+            assert_opens_alike(mine.page, theirs.page)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -64,11 +78,27 @@ def test_what_is_written_is_read(precision: Precision, secret: str, algorithm: s
     assert_same(sent, read(Payload(halves), secret=secret))
 
 
+def test_pages_may_lack_layers_or_all_of_them() -> None:
+    """As those of layers with a window, where nobody will look back that far."""
+    full, *_, last = pages(PRECISIONS[4])
+    some = replace(full, keys=full.keys[-1:], values=full.values[-1:])
+    got = read(package([Page(16, (), ()), some, last], groups=MIXED_GROUPS).write())
+    assert [[part.layers for part in step.page.parts] for step in got.steps[:2]] == [[], [(1,), (1,)]]
+    with pytest.raises(CodecError, match="0 of 3 layers"):
+        got.steps[1].page.open_into(kv(16, MIXED_GROUPS))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_native_pages_keep_their_dtype(dtype: torch.dtype) -> None:
-    made = [Page(tuple(x.to(dtype) for x in page.native), None) for page in pages(PRECISIONS[3])]
+    def native(part: Part) -> Part:
+        return replace(part, native=part.native.to(dtype))
+
+    made = [
+        replace(page, keys=tuple(map(native, page.keys)), values=tuple(map(native, page.values)))
+        for page in pages(PRECISIONS[3])
+    ]
     got = read(package(made).write())
-    assert [step.page.native[0].dtype for step in got.steps] == [dtype] * 3
+    assert [part.native.dtype for step in got.steps for part in step.page.parts] == [dtype] * 6
     assert_same(package(made, id=got.id, created_ms=got.created_ms, expires_ms=got.expires_ms), got)
 
 
@@ -77,9 +107,12 @@ def test_the_second_reader_agrees(precision: Precision) -> None:
     sent = package(pages(precision))
     seen = second_reader(flat(sent.write(secret=SECRET, algorithm="sha256")))
     assert seen["ids"] == sent.ids
-    for index, step in enumerate(sent.steps):
-        for mine, theirs in zip(opened(step.page), (seen["keys"][index], seen["values"][index]), strict=True):
-            torch.testing.assert_close(mine, torch.tensor(theirs, dtype=torch.float32), rtol=1e-4, atol=1e-5)
+    for step, theirs in zip(sent.steps, seen["pages"], strict=True):
+        mine = opened(step.page)
+        assert mine.keys() == theirs.keys()
+        for which, rows in theirs.items():
+            expected = torch.tensor(rows, dtype=torch.float32)
+            torch.testing.assert_close(mine[which], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_safetensors_reads_it_too(tmp_path) -> None:
@@ -91,7 +124,7 @@ def test_safetensors_reads_it_too(tmp_path) -> None:
     with safe_open(path, "pt") as file:
         assert file.metadata()["format"] == "qkvshare"
         assert file.get_tensor("ids").tolist() == list(sent.ids)
-        assert torch.equal(file.get_tensor("0.kc"), sent.steps[0].page.packed[0].codes)
+        assert torch.equal(file.get_tensor("0.k0c"), sent.steps[0].page.keys[0].packed.codes)
 
 
 def test_tensors_are_aligned_and_lasting_payloads_are_not_copied() -> None:
@@ -100,35 +133,37 @@ def test_tensors_are_aligned_and_lasting_payloads_are_not_copied() -> None:
     assert all(e.start % 64 == 0 for e in contents.entries if not container.is_padding(e))
     memory = bytearray(flat(payload))
     page = read(Payload([memory], lasting=True)).steps[0].page
-    before = page.packed[0].codes.clone()
-    start, _ = contents.of(next(e for e in contents.entries if e.name == "0.kc"))
+    before = page.keys[0].packed.codes.clone()
+    start, _ = contents.of(next(e for e in contents.entries if e.name == "0.k0c"))
     memory[start] ^= 1
-    assert not torch.equal(page.packed[0].codes, before)
+    assert not torch.equal(page.keys[0].packed.codes, before)
     copied = read(Payload([bytes(flat(payload))])).steps[0].page
-    assert copied.nbytes == sum(t.nbytes for encoded in copied.packed for t in encoded.tensors())
+    assert copied.nbytes == sum(t.nbytes for part in copied.parts for t in part.tensors())
 
 
 def test_own_memory_goes_out_without_a_copy() -> None:
     sent = package(pages(PRECISIONS[0]))
     addresses = {torch.frombuffer(p, dtype=torch.uint8).data_ptr() for p in sent.write().pieces if not p.readonly}
-    assert sent.steps[0].page.packed[0].codes.data_ptr() in addresses
+    assert sent.steps[0].page.keys[0].packed.codes.data_ptr() in addresses
 
 
 def test_a_cropped_page_shows_nothing_of_what_was_cut() -> None:
     precision = PRECISIONS[2]
-    whole = seal(*kv(16), precision, starts_sequence=False)
+    span = kv(16)
+    whole = seal(span, precision, starts_sequence=False)
     cut = crop(whole, 5)
-    assert [x.shape[-2] for x in (cut.packed[0].codes, cut.packed[0].scale)] == [5, 2]
-    assert all(torch.equal(a, b[..., :5, :]) for a, b in zip(opened(cut), opened(whole), strict=True))
-    changed = seal(
-        *(torch.cat([x[..., :8, :], x[..., 8:, :] * 3], -2) for x in kv(16)), precision, starts_sequence=False
-    )
+    assert [x.shape[-2] for x in (cut.keys[0].packed.codes, cut.keys[0].packed.scale)] == [5, 2]
+    assert_opens_alike(cut, whole, 5)
+    for block in span.blocks:
+        block.keys[..., 8:, :] *= 3
+        block.values[..., 8:, :] *= 3
+    changed = seal(span, precision, starts_sequence=False)
     fixed = {"id": "0" * 32, "created_ms": 1, "expires_ms": 2}
     sent = [flat(package([crop(page, 5), *pages(precision)[-1:]], **fixed).write()) for page in (whole, changed)]
     assert sent[0] == sent[1]
-    first = seal(*kv(16), PRECISIONS[0], starts_sequence=True)
+    first = seal(kv(16), PRECISIONS[0], starts_sequence=True)
     only_sinks = crop(first, 3)
-    assert only_sinks.packed is None and only_sinks.tokens == 3
+    assert all(part.packed is None for part in only_sinks.parts) and only_sinks.tokens == 3
 
 
 def test_dropping_pages_frees_their_memory() -> None:
@@ -147,11 +182,14 @@ def drop_pages() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    shape = (64, 1, 64, 64)
-    large = [Page(kv(256, shape, i), None) for i in range(8)]  # 4 MB of keys, 4 MB of values
-    made = package(large, shape=shape)
+    groups = (LayerGroup(tuple(range(64)), 1, 64, 64),)
+    large = []
+    for index in range(8):  # 4 MB of keys, 4 MB of values
+        (block,) = kv(256, groups, index).blocks
+        large.append(Page(256, (Part(block.layers, block.keys, None),), (Part(block.layers, block.values, None),)))
+    made = package(large, groups=groups)
     data = flat(made.write())
-    del large, made
+    del large, made, block
     read(Payload([data]))  # whatever is set up on first use
     gc.collect()
     before = resident_bytes()
@@ -180,27 +218,29 @@ GOLDEN = Package(
     ids=(7, 300, 2**40),
     steps=(),
     fingerprint=FINGERPRINT,
-    shape=(1, 1, 2, 2),
+    groups=(LayerGroup((0,), 1, 2, 2),),
     ledger=(("é", 1, 3),),
     id="0f" * 16,
     created_ms=1_700_000_000_000,
     expires_ms=1_700_000_600_000,
+    canary=Canary(((300, 7),), ((-105_361, -2_995_732),)),
 )
 
 
 def golden() -> Package:
-    page = Page((torch.tensor([[[[1.0, -2.0]]]]), torch.tensor([[[[0.5, 0.25]]]])), None)
+    page = keep_native(stacked(torch.tensor([[[[1.0, -2.0]]]]), torch.tensor([[[[0.5, 0.25]]]])))
     steps = package([page], extra_ids=0).steps
     return replace(GOLDEN, steps=(replace(steps[0], sealed=False),))
 
 
 def test_golden_bytes() -> None:
-    """The very bytes, which a later release must still write for version 1, and still read."""
-    data = (Path(__file__).parent / "golden" / "package-1.safetensors").read_bytes()
+    """The very bytes, which a later release must still write for version 2, and still read."""
+    data = (Path(__file__).parent / "golden" / "package-2.safetensors").read_bytes()
     assert flat(golden().write(secret=SECRET, algorithm="sha256")) == data
     got = read(Payload([data]), secret=SECRET, now_ms=1_700_000_000_001)
     assert (got.ids, got.ledger) == (GOLDEN.ids, GOLDEN.ledger)
-    assert got.steps[0].page.native[1].tolist() == [[[[0.5, 0.25]]]]
+    assert got.steps[0].page.values[0].native.tolist() == [[[[0.5, 0.25]]]]
+    assert got.canary == GOLDEN.canary
 
 
 def test_format_version_and_kind_are_refused_by_name() -> None:
@@ -209,8 +249,8 @@ def test_format_version_and_kind_are_refused_by_name() -> None:
         metadata = {**contents.metadata, **fields}
         return Payload([container.write_head(contents.entries, metadata), SMALL[len(contents.head) :]])
 
-    for version in ("0", "2", "", "1.0"):
-        with pytest.raises(PackageError, match="reads version '1'"):
+    for version in ("0", "1", "3", "", "2.0"):
+        with pytest.raises(PackageError, match="reads version '2'"):
             read(with_metadata(version=version), secret=SECRET)
     with pytest.raises(PackageError, match="no package"):
         read(with_metadata(format="pt"), secret=SECRET)
@@ -324,10 +364,15 @@ def test_any_page_that_is_accepted_opens_finite(data: st.DataObject) -> None:
     except PackageError:
         return
     for step in got.steps:
-        native = step.page.native[0].shape[-2] if step.page.native else 0
-        for x in opened(step.page):
+        native = {
+            (w, i): p.native_tokens
+            for w in "kv"
+            for p in getattr(step.page, {"k": "keys", "v": "values"}[w])
+            for i in p.layers
+        }
+        for which, x in opened(step.page).items():
             assert bool(x.isfinite().all())
-            assert bool(x[..., native:, :].half().isfinite().all())
+            assert bool(x[..., native[which] :, :].half().isfinite().all())
 
 
 def resigned(edit, source: Package | None = None) -> Payload:
@@ -343,17 +388,41 @@ def resigned(edit, source: Package | None = None) -> Payload:
 
 
 def _swap_planes(described, entries) -> None:
-    page = described["runs"][0]["page"]
-    page["keys"], page["values"] = page["values"], page["keys"]
+    layout = described["layouts"][0]
+    layout["keys"], layout["values"] = layout["values"], layout["keys"]
+
+
+def key_part(described) -> dict:
+    """Of the layout of the first page."""
+    return described["layouts"][0]["keys"][0]
 
 
 EDITS = {
     "an unknown field": lambda m, e: m.update(extra=1),
     "a missing field": lambda m, e: m.pop("handoff"),
-    "another layer": lambda m, e: m["shape"].__setitem__(0, 3),
-    "a negative size": lambda m, e: m["shape"].__setitem__(0, -2),
-    "a size that is a bool": lambda m, e: m["shape"].__setitem__(1, True),
-    "a product that overflows": lambda m, e: m["shape"].__setitem__(0, 2**62),
+    "a layer beyond the next": lambda m, e: m["groups"][0]["layers"].append(3),
+    "a layer less": lambda m, e: m["groups"][0].update(layers=[0]),
+    "a layer twice": lambda m, e: m["groups"].append({**m["groups"][0], "layers": [1]}),
+    "no layer 0": lambda m, e: m["groups"][0].update(layers=[1, 2]),
+    "layers in another order": lambda m, e: m["groups"][0].update(layers=[1, 0]),
+    "a group without layers": lambda m, e: m["groups"].append({**m["groups"][0], "layers": []}),
+    "a layer that is a bool": lambda m, e: m["groups"][0].update(layers=[False, True]),
+    "a negative size": lambda m, e: m["groups"][0].update(heads=-2),
+    "a size that is a bool": lambda m, e: m["groups"][0].update(heads=True),
+    "a product that overflows": lambda m, e: m["groups"][0].update(key_dim=2**62),
+    "groups that are none": lambda m, e: m.update(groups={}),
+    "a layout that is not there": lambda m, e: m["runs"][0]["page"].update(layout=2),
+    "a layout before the first": lambda m, e: m["runs"][0]["page"].update(layout=-1),
+    "no layouts": lambda m, e: m.update(layouts=[]),
+    "a part twice": lambda m, e: m["layouts"][0]["keys"].append(key_part(m)),
+    "a part of a layer that is in no group": lambda m, e: key_part(m).update(layers=[0, 7]),
+    "a part of fewer layers": lambda m, e: key_part(m).update(layers=[0]),
+    "a part of no layers": lambda m, e: key_part(m).update(layers=[]),
+    "keys of other layers than values": lambda m, e: m["layouts"][0].update(keys=[]),
+    "a part with more native tokens": lambda m, e: key_part(m).update(native=5),
+    "a part with native tokens beyond the run": lambda m, e: key_part(m).update(native=17),
+    "a part that is neither native nor packed": lambda m, e: key_part(m).update(plane=None),
+    "another dimension": lambda m, e: key_part(m)["plane"].update(dim=4),
     "more ids": lambda m, e: m.update(tokens=m["tokens"] + 1),
     "2**63 ids": lambda m, e: m.update(tokens=2**63),
     "more tokens in a run": lambda m, e: m["runs"][0].update(tokens=17),
@@ -361,9 +430,9 @@ EDITS = {
     "an open run in the middle": lambda m, e: m["runs"][0].update(sealed=False),
     "layers reordered": lambda m, e: m["runs"].reverse(),
     "keys and values swapped": _swap_planes,
-    "keys only": lambda m, e: m["runs"][0]["page"].update(values=None),
-    "another width": lambda m, e: m["runs"][0]["page"]["keys"].update(bits=8),
-    "5 bits": lambda m, e: m["runs"][0]["page"]["keys"].update(bits=5),
+    "keys only": lambda m, e: m["layouts"][0].update(values=[]),
+    "another width": lambda m, e: key_part(m)["plane"].update(bits=8),
+    "5 bits": lambda m, e: key_part(m)["plane"].update(bits=5),
     "an unknown codec": lambda m, e: m.update(algorithm="md5"),
     "half a surrogate pair": lambda m, e: m.update(handoff="\ud800"),
     "a ledger entry beyond the ids": lambda m, e: m["ledger"].append(["x", 1, 10**6]),
@@ -390,14 +459,12 @@ BAD_SCALES = [float("nan"), float("inf"), -1.0, 0.0, 2.0**-20, 60000.0]
 
 
 @pytest.mark.parametrize("value", BAD_SCALES)
-@pytest.mark.parametrize("where", ["0.ks", "0.vs", "0.km", "0.nk"])
+@pytest.mark.parametrize("where", ["ks", "vs", "km", "kn"])
 def test_bad_scales_are_refused(where: str, value: float) -> None:
     made = pages(PRECISIONS[0])
-    named = dict(
-        zip(("0.nk", "0.nv", "0.kc", "0.ks", "0.km", "0.vc", "0.vs"), package_module._tensors(made[0]), strict=True)
-    )
+    named = dict(zip(("kn", "kc", "ks", "km", "vn", "vc", "vs"), package_module._tensors(made[0]), strict=True))
     named[where].view(-1)[3] = value
-    harmless = {"0.km": (-1.0, 0.0, 2.0**-20), "0.nk": (-1.0, 0.0, 2.0**-20, 60000.0)}
+    harmless = {"km": (-1.0, 0.0, 2.0**-20), "kn": (-1.0, 0.0, 2.0**-20, 60000.0)}
     if value in harmless.get(where, ()):
         read(package(made).write())
     else:
@@ -448,10 +515,22 @@ def test_many_tensors_are_refused_quickly() -> None:
     assert "brackets" in refused(brackets, within_ms=50)
 
 
+def test_a_small_header_that_implies_millions_of_tensors_is_refused_quickly() -> None:
+    def edit(described, entries) -> None:
+        described["groups"][0]["layers"] = list(range(4000))
+        for parts in (described["layouts"][0]["keys"], described["layouts"][0]["values"]):
+            parts[:] = [{**parts[0], "layers": [layer]} for layer in range(4000)]
+        described["runs"] = [described["runs"][0]] * 4000
+        described["tokens"] = 10**6
+
+    hostile = flat(resigned(edit))
+    assert "imply" in refused(hostile, within_ms=2000, most_bytes=200_000_000)
+
+
 def test_deep_nesting_is_refused() -> None:
     refused(header(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"))
     deep = "[" * 100_000 + "]" * 100_000
-    metadata = {"format": "qkvshare", "version": "1", "manifest": deep}
+    metadata = {"format": "qkvshare", "version": "2", "manifest": deep}
     refused(container.write_head([], metadata), most_bytes=50_000_000)
 
 

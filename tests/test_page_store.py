@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import stacked
 
 from qkvshare_agents.errors import CodecError, InvalidSetting
-from qkvshare_agents.page import Page
+from qkvshare_agents.page import Page, keep_native
 from qkvshare_agents.page_store import SHORTEST_SLICE, Match, PageStore
 
 TOKEN_BYTES = 16  # an int64 for the key and one for the value
@@ -36,7 +37,7 @@ def kv_of(ids: Ids) -> list[int]:
 
 def page_of(values: list[int]) -> Page:
     keys = torch.tensor(values, dtype=torch.int64).reshape(1, 1, -1, 1)
-    return Page((keys, -keys), None)
+    return keep_native(stacked(keys, -keys))
 
 
 class Store(PageStore):
@@ -65,7 +66,7 @@ def read(match: Match) -> list[int]:
     content: list[int] = []
     for page, tokens in match.runs:
         keys, values = (torch.full((1, 1, tokens, 1), -1, dtype=torch.int64) for _ in range(2))
-        page.open_into(keys, values)
+        page.open_into(stacked(keys, values))
         assert torch.equal(keys, -values)
         content += keys.flatten().tolist()
     return content

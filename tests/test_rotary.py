@@ -58,15 +58,15 @@ def assert_moves_exactly(engine: Engine, by: int = MOVED_BY) -> Rotary:
     found = rotary.measure(engine)
     assert found.refusal is None
     here, there = read_at(engine, 0, IDS), read_at(engine, by, IDS)
-    (keys, values), expected = here.span(0, len(IDS)), there.span(0, len(IDS))
-    before = keys.clone(), values.clone()
-    found.move(keys, values, range(len(IDS)), range(by, by + len(IDS)))
+    before = [tuple(part.clone() for part in here.layer(layer)) for layer in range(engine.shape.layers)]
+    found.move(here.span(0, len(IDS)), range(len(IDS)), range(by, by + len(IDS)))
     for layer in range(engine.shape.layers):
-        for got, there_ in zip((keys, values), expected, strict=True):
-            assert (got[layer] - there_[layer]).abs().max() <= TOLERANCE * there_[layer].abs().max(), layer
-    found.move(keys, values, range(by, by + len(IDS)), range(len(IDS)))
-    for got, original in zip((keys, values), before, strict=True):
-        assert (got - original).abs().max() <= TOLERANCE * original.abs().max()
+        for got, expected in zip(here.layer(layer), there.layer(layer), strict=True):
+            assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max(), layer
+    found.move(here.span(0, len(IDS)), range(by, by + len(IDS)), range(len(IDS)))
+    for layer in range(engine.shape.layers):
+        for got, original in zip(here.layer(layer), before[layer], strict=True):
+            assert (got - original).abs().max() <= TOLERANCE * original.abs().max()
     return found
 
 
@@ -92,7 +92,7 @@ def test_what_follows_can_not_tell_moved_keys_from_computed_ones(family: str) ->
     run = engine.begin(here)
     expected = engine._read(run, TAIL, len(TAIL))
     moved = read_at(engine, 0, IDS)
-    rotary.measure(engine).move(*moved.span(0, len(IDS)), range(len(IDS)), range(MOVED_BY, MOVED_BY + len(IDS)))
+    rotary.measure(engine).move(moved.span(0, len(IDS)), range(len(IDS)), range(MOVED_BY, MOVED_BY + len(IDS)))
     run = engine.begin(moved)
     run.tokens += MOVED_BY
     got = engine._read(run, TAIL, len(TAIL))
@@ -175,12 +175,12 @@ def test_a_norm_behind_the_rotation_is_refused() -> None:
 def test_a_token_moves_alone_and_the_others_stay() -> None:
     engine = engine_of("llama")
     found, kv = rotary.measure(engine), read_at(engine, 0, IDS)
-    keys = kv.span(0, len(IDS))[0]
+    keys = kv.layer(0)[0]
     before = keys.clone()
     old = list(range(len(IDS)))
     old[-1] = 500
     rotary.move(found, kv, old)
-    assert torch.equal(keys[:, :, :-1], before[:, :, :-1]) and not torch.equal(keys[:, :, -1], before[:, :, -1])
+    assert torch.equal(keys[:, :-1], before[:, :-1]) and not torch.equal(keys[:, -1], before[:, -1])
 
 
 def test_half_precision_is_measured_too() -> None:

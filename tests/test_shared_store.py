@@ -1,13 +1,16 @@
 """Pages from store to store: whatever the receiver held before, it reads back KV of exactly its tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import stacked
 from test_page_store import assert_right, kv_of, page_of, read
 
 from qkvshare_agents.package import Step
-from qkvshare_agents.page import Page
+from qkvshare_agents.page import keep_native
 from qkvshare_agents.page_store import SHORTEST_SLICE
 from qkvshare_agents.shared_store import SharedPageStore
 
@@ -189,7 +192,7 @@ def test_whatever_both_held_the_receiver_reads_right(before, forks, data: st.Dat
 
 
 def test_hops_are_kept_in_the_page() -> None:
-    page = Page((torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)), None, 3)
+    page = replace(keep_native(stacked(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1))), hops=3)
     store = Store()
     store.graft((1, 2), [Step(2, b"", False, page)])
     assert store.match((1, 2)).nodes[0].page.hops == 3

@@ -31,7 +31,7 @@ def test_injected_native_kv_continues_exactly(engine: Engine, at: int) -> None:
     expected = engine.feed(engine.begin(None), ids)
     source, target = KVCache(engine.shape), KVCache(engine.shape)
     engine.feed(engine.begin(source), ids[:at])
-    target.load([(page.keep_native(*source.span(0, at)), at)])
+    target.load([(page.keep_native(source.span(0, at)), at)])
     got = engine.feed(engine.begin(target), ids[at:])
     assert (got - expected).abs().max() <= 1e-4
 

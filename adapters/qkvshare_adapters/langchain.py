@@ -81,6 +81,9 @@ class ChatQKVShare(BaseChatModel):
     system: str = SHARED_SYSTEM
     handoff: bool = True
     measure_replay: bool = False
+    canary_limit: float | None = None
+    coarse_limit: float = HostSettings.coarse_limit
+    refresh_every: int = 0
     context_tokens: int | None = None
     fit: Fit = "drop_head"
     splice: bool = False

@@ -107,7 +107,7 @@ def run(
                     tally.scores[block.kind].add(logits, reference, block.targets)
         other = source
         gc.collect()  # a store's nodes point at each other: its pages would stay for many samples
-    values = plan.tokens * shape.layers * shape.heads * (shape.key_dim + shape.value_dim)
+    values = plan.tokens * shape.values_per_token
     return {"header": _header(engine, plan, shape), "rows": [_row(s, tallies[s.name], values) for s in tried]}
 
 

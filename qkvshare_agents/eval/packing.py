@@ -28,8 +28,8 @@ def seal_all(kv: KVCache, ids: Ids, precision: Precision) -> PageStore:
     store = PageStore(b"", budget_bytes=2**62)
 
     def make_page(start: int, stop: int, sealed: bool) -> Page:
-        spans = kv.span(start, stop)
-        return page.seal(*spans, precision, starts_sequence=start == 0) if sealed else page.keep_native(*spans)
+        span = kv.span(start, stop)
+        return page.seal(span, precision, starts_sequence=start == 0) if sealed else page.keep_native(span)
 
     store.extend(ids, precision.page_size, len(ids) - precision.residual_length, make_page)
     return store

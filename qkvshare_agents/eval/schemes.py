@@ -118,10 +118,11 @@ def _paged(precision: Precision, kv: KVCache) -> Stored:
     packed: list[Tensor] = []
     values = 0
     for node in store.match(ids).nodes:
-        tensors += node.page.native or ()
-        for encoded in node.page.packed or ():
-            packed += encoded.tensors()
-            values += encoded.codes[..., 0].numel() * encoded.dim
+        for part in node.page.parts:
+            tensors += () if part.native is None else (part.native,)
+            if part.packed:
+                packed += part.packed.tensors()
+                values += part.packed.codes[..., 0].numel() * part.packed.dim
     return Stored(tensors + packed, packed, values, lambda target: bring(store, ids, target))
 
 
@@ -147,8 +148,7 @@ def _nothing(kv: KVCache) -> Stored:
 
 def _layerwise(encode: plain.Encode, kv: KVCache) -> Stored:
     """Keys and values [H, T, D] of each layer by themselves, all tokens alike: one layer stays in the CPU's cache."""
-    keys, values = kv.span(0, kv.tokens)
-    layers = [(encode(k), encode(v)) for k, v in zip(keys, values, strict=True)]
+    layers = [(encode(k), encode(v)) for _, k, v in kv.span(0, kv.tokens).layers()]
     tensors = [tensor for pair in layers for kept, _ in pair for tensor in kept]
     tokens = kv.tokens
 
@@ -157,7 +157,7 @@ def _layerwise(encode: plain.Encode, kv: KVCache) -> Stored:
         for index, ((_, k), (_, v)) in enumerate(layers):
             target.append(index, k(), v())
 
-    return Stored(tensors, tensors, keys.numel() + values.numel(), open_into)
+    return Stored(tensors, tensors, tokens * kv.shape.values_per_token, open_into)
 
 
 def _quantized_cache(config: Any, backend: str, bits: int | None, kv: KVCache) -> Stored:
@@ -165,21 +165,21 @@ def _quantized_cache(config: Any, backend: str, bits: int | None, kv: KVCache) -
     if kv.shape.windows or kv.state:
         raise UnsupportedModel("transformers quantizes layers of full attention only")
     cache = QuantizedCache(backend, config, **({"nbits": bits} if bits else {}))
-    keys, values = kv.span(0, kv.tokens)
+    native = [(k[None], v[None]) for _, k, v in kv.span(0, kv.tokens).layers()]
     layers: list[Any] = cache.layers
-    for layer, k, v in zip(layers, keys, values, strict=True):
-        layer.update(k[None], v[None])
+    for layer, pair in zip(layers, native, strict=True):
+        layer.update(*pair)
     tensors = [tensor for layer in layers for tensor in _tensors_in(vars(layer))]
     tokens = kv.tokens
 
     def open_into(target: KVCache) -> None:
         target.clear(tokens + ROOM_TOKENS)
         for index, layer in enumerate(layers):
-            empty = keys[index, None, :, :0], values[index, None, :, :0]
+            empty = (x[..., :0, :] for x in native[index])
             k, v = layer.update(*empty)  # with nothing new, it returns what it holds
             target.append(index, k[0], v[0])
 
-    return Stored(tensors, tensors, keys.numel() + values.numel(), open_into)
+    return Stored(tensors, tensors, tokens * kv.shape.values_per_token, open_into)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

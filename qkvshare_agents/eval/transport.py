@@ -181,10 +181,9 @@ def _package(engine: Engine, precision: Precision, ids: Ids) -> Package:
     kv = KVCache(engine.shape)
     kv.clear(len(ids))
     engine.feed(engine.begin(kv), ids)
-    shape = (engine.shape.layers, engine.shape.heads, engine.shape.key_dim, engine.shape.value_dim)
     match = seal_all(kv, ids, precision).match(ids)
     steps = tuple(Step(len(node.ids), node.key, node.sealed, node.page) for node in match.nodes)
-    return Package(tuple(ids), steps, engine.fingerprint, shape)
+    return Package(tuple(ids), steps, engine.fingerprint, engine.shape.groups)
 
 
 def _times(
