@@ -114,15 +114,6 @@ class KVCache:
         keys, values = self._held[group]
         return keys[row, :, :stop], values[row, :, :stop]
 
-    def append_all(self, keys: Tensor, values: Tensor) -> None:
-        """Add keys [L, H, t, Dk] and values [L, H, t, Dv] of all layers."""
-        start = self.tokens
-        stop = start + keys.shape[-2]
-        self._reserve(stop)
-        for ours, given in zip(self.span(start, stop), (keys, values), strict=True):
-            ours.copy_(given)
-        self._lengths = [stop] * self.shape.layers
-
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys [H, t, Dk] and values [H, t, Dv] of one layer; returns views of all its tokens [H, T, D]."""
         start = self._lengths[layer]

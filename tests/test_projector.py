@@ -43,7 +43,7 @@ def made() -> Projector:
 def test_it_is_better_than_no_context(made: Projector) -> None:
     assert made.quality.tokens == 4 * 80
     assert made.quality.mean_kl < made.quality.mean_kl_without / 4
-    assert made.target_shape[0] == 3 and all(made.layers)
+    assert len(made.target_groups[0].layers) == 3 and all(made.layers)
 
 
 def test_a_model_onto_itself_is_nearly_exact() -> None:
@@ -55,20 +55,20 @@ def test_a_model_onto_itself_is_nearly_exact() -> None:
 def test_what_it_says_of_its_quality_holds_again(made: Projector) -> None:
     """Measured anew, through `fill`, on the same held-out texts."""
     source, target = tiny_engine(num_hidden_layers=4), without_layer(2)
-    again = projector._quality(made, source, target, texts(1, 4))
+    again = projector.measured(made, source, target, texts(1, 4))
     assert again.mean_kl == pytest.approx(made.quality.mean_kl, rel=1e-3)
 
 
 def test_the_first_tokens_are_read(made: Projector) -> None:
     source, target = tiny_engine(num_hidden_layers=4), without_layer(2)
     ids = texts(2, 1)[0]
-    filled = made.fill(target, ids, *projector._read(source, ids))
-    truth, found = projector._read(target, ids), filled.span(0, len(ids))
-    for true, ours in zip(truth, found, strict=True):
+    filled = made.fill(target, ids, projector._filled(source, ids).span(0, len(ids)))
+    truth, found = projector._filled(target, ids).span(0, len(ids)).blocks[0], filled.span(0, len(ids)).blocks[0]
+    for true, ours in ((truth.keys, found.keys), (truth.values, found.values)):
         torch.testing.assert_close(ours[:, :, : made.read_tokens], true[:, :, : made.read_tokens])
         assert not torch.equal(ours[:, :, made.read_tokens :], true[:, :, made.read_tokens :])
     short = ids[: made.read_tokens - 2]
-    assert made.fill(target, short, *projector._read(source, short)).tokens == len(short)
+    assert made.fill(target, short, projector._filled(source, short).span(0, len(short))).tokens == len(short)
 
 
 def test_what_was_saved_is_loaded(made: Projector, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def _no_rotary(said: dict, tensors: dict) -> None:
 
 
 def _words(said: dict, tensors: dict) -> None:
-    said["target_shape"] = "shape"
+    said["target_groups"] = "shape"
 
 
 def _name(said: dict, tensors: dict) -> None:
