@@ -48,7 +48,8 @@ class Assembly:
     """The KV of `prefix`, leading ids of prompts, without the `dropped` ones.
 
     pieces: its parts, in order. mark: of what was read behind it; 0 if that is exact, as behind nothing dropped, or
-    behind a text that was cut before it was read: then it is stored behind the ids `stem`.
+    behind a text that was cut before it was read: then it is stored behind the ids `stem`. why: it is no exact KV, for
+    the report.
     """
 
     prefix: Ids = ()
@@ -56,6 +57,7 @@ class Assembly:
     pieces: tuple[Piece, ...] = ()
     mark: int = 0
     stem: Ids = ()
+    why: str = "spliced"
 
     @property
     def tokens(self) -> int:
@@ -110,8 +112,11 @@ class Assemblies:
 
     def make(self, ids: Ids, dropped: Spans, source: Source) -> Assembly:
         """The assembly of the leading `ids` that `source`, already without `dropped`, has KV of."""
-        mark = next(self._marks) * _MARK
-        return Assembly(ids[: source.covered], dropped, source.pieces, mark)
+        return Assembly(ids[: source.covered], dropped, source.pieces, self.mark())
+
+    def mark(self) -> int:
+        """A new one."""
+        return next(self._marks) * _MARK
 
     def keep(self, assembly: Assembly) -> None:
         key = (assembly.prefix, assembly.dropped, assembly.pieces)

@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from courier_child import TASK, turn
 from safetensors.torch import save_file
 from support import tiny_engine, tiny_model, tiny_tokenizer
 
 from qkvshare_agents import projector
+from qkvshare_agents.courier import Courier
 from qkvshare_agents.encoder import Ids
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import PackageError, UnsupportedModel
+from qkvshare_agents.errors import InvalidSetting, PackageError, UnsupportedModel
+from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.projector import Projector
+from qkvshare_agents.report import Arrival
+from qkvshare_agents.transcript import Message
+from qkvshare_agents.transport.local import LocalTransport
 
 
 def texts(seed: int, count: int, tokens: int = 160) -> list[Ids]:
@@ -130,6 +136,66 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     for name in ("other.safetensors", "text", "absent"):
         with pytest.raises(PackageError, match="projector"):
             projector.load(tmp_path / name)
+
+
+@pytest.fixture
+def file(made: Projector, tmp_path: Path) -> str:
+    made.save(tmp_path / "made.safetensors")
+    return str(tmp_path / "made.safetensors")
+
+
+def host(engine: Engine, **settings: object) -> Host:
+    made = Host(HostSettings("tiny", **{"precision": "native", "measure_replay": True, **settings}), engine)
+    for name in "ab":
+        made.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    return made
+
+
+def hand_over(a: Host, b: Host) -> tuple[Message, Arrival]:
+    said = Message("assistant", a.submit(turn(a, "a", TASK)).result().text, "a")
+    transport = LocalTransport()
+    sent = Courier(a, transport).send(turn(a, "b", TASK, said))
+    return said, Courier(b, transport).receive(sent.key)
+
+
+def test_a_handoff_between_two_models(file: str) -> None:
+    a, b = host(tiny_engine(num_hidden_layers=4)), host(without_layer(2), projectors=[file])
+    said, arrival = hand_over(a, b)
+    assert arrival.reasons == () and arrival.canary_nats is not None
+    first = turn(b, "b", TASK, said)
+    assert b.store.match(b.prompt(first).ids).tokens == 0, "an approximation lies where exact KV is looked for"
+    answer = b.submit(first).result()
+    report = answer.report
+    assert report.mode.value == "PARTIAL" and "projected from another model's KV" in report.reasons[0]
+    assert report.reused_tokens > 64 and report.replay_kl is not None and 0 < report.replay_kl < 1
+    b.submit(turn(b, "a", TASK, said, Message("assistant", answer.text, "b"))).result()
+    again = b.reports[-1]
+    assert again.mode.value == "PARTIAL" and again.reused_tokens > report.reused_tokens
+    assert "projected" in again.reasons[0]
+
+
+def test_without_a_projector_for_this_pair_it_is_text(file: str) -> None:
+    a, b = host(tiny_engine(num_hidden_layers=4)), host(without_layer(2))
+    said, arrival = hand_over(a, b)
+    assert "of another model" in arrival.reasons[0]
+    b.submit(turn(b, "b", TASK, said, arrival=arrival)).result()
+    assert b.reports[0].mode.value == "TEXT"
+    other = host(tiny_engine(num_hidden_layers=4, seed=3))
+    _, arrival = hand_over(other, host(without_layer(2), projectors=[file]))
+    assert "of another model" in arrival.reasons[0]
+
+
+def test_what_does_not_say_what_the_other_model_said_is_not_used(file: str) -> None:
+    a, b = host(tiny_engine(num_hidden_layers=4)), host(without_layer(2), projectors=[file], canary_limit=1e-6)
+    said, arrival = hand_over(a, b)
+    assert arrival.alarmed and "not used" in arrival.reasons[0]
+    b.submit(turn(b, "b", TASK, said, arrival=arrival)).result()
+    assert b.reports[0].mode.value == "TEXT" and b.reports[0].reused_tokens == 0
+
+
+def test_a_projector_to_another_model_is_an_error(file: str) -> None:
+    with pytest.raises(InvalidSetting, match="leads to another model"):
+        _ = host(tiny_engine(), projectors=[file]).engine
 
 
 def test_models_that_can_not_be_projected() -> None:

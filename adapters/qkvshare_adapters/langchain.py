@@ -88,6 +88,7 @@ class ChatQKVShare(BaseChatModel):
     fit: Fit = "drop_head"
     splice: bool = False
     recompute_tokens: int = 16
+    projectors: tuple[str, ...] = ()
 
     temperature: float = 0.0
     top_p: float = 1.0
