@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, device
 
+from qkvshare_agents import projection
 from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.ledger import Ledger
@@ -46,7 +47,8 @@ class Exchange:
         if refusal := _refusal(host):
             raise PackageError(f"there is no KV to hand over: {refusal}")
         prompt = host.prompt(turn)
-        settled = prompt.ids[: max((end for end, _ in prompt.answers), default=prompt.settled)]
+        last = max((end for end, _ in prompt.answers), default=prompt.settled)
+        settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
         steps = host.store.steps(settled, have, turn.access.readers)
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
@@ -57,15 +59,23 @@ class Exchange:
             steps = _widened(host, covered, max(page.hops for page, _ in runs), nats)
             canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page])
         assert engine.shape is not None
-        ledger = _spoken(prompt, turn.messages, host.ledger)
+        spoken = _spoken(prompt, turn.messages, host.ledger)
+        ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
         groups = engine.shape.groups
         return Package(settled, steps, engine.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
         engine = host.engine
-        if reason := _refusal(host) or _mismatch(host, package) or self._repeated(package):
+        projector = host.projector_from(package.fingerprint)
+        mismatch = None if projector else _mismatch(host, package)
+        if reason := _refusal(host) or mismatch or self._repeated(package):
             return Arrival((reason,))
+        if projector:
+            heard = projection.adopt(host, projector, package, owners)
+            if not heard.reasons:
+                _learn(host.ledger, package)
+            return heard
         assert engine.shape is not None
         steps = [_on(engine.shape.device, step) for step in package.steps]
         (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
@@ -73,9 +83,7 @@ class Exchange:
         heard = _listen(host, package, runs, steps) if new and came == whole else Arrival()
         if heard.reasons:
             return heard
-        for text, start, stop in package.ledger:
-            if host.ledger.find(text) is None:  # what was generated here is not overwritten
-                host.ledger.record(text, package.ids[start:stop])
+        _learn(host.ledger, package)
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
         stored = host.store.graft(package.ids, steps, owners)
@@ -93,6 +101,12 @@ class Exchange:
             return "the package came in before; its pages are here, or were evicted since"
         self._seen[package.id] = package.expires_ms
         return None
+
+
+def _learn(ledger: Ledger, package: Package) -> None:
+    for text, start, stop in package.ledger:
+        if ledger.find(text) is None:  # what was generated here is not overwritten
+            ledger.record(text, package.ids[start:stop])
 
 
 def _refusal(host: "Host") -> str | None:
