@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from qkvshare_agents import projector as projectors
 from qkvshare_agents import rotary, status
 from qkvshare_agents.codec import prepare
 from qkvshare_agents.drift import Canaries
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, HostClosed, InvalidSetting
 from qkvshare_agents.exchange import Exchange
+from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.observation import Observer
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Precision
+from qkvshare_agents.projector import Projector
 from qkvshare_agents.report import Arrival, HandoffReport
 from qkvshare_agents.residents import Key, Residents
 from qkvshare_agents.rotary import Rotary
@@ -56,6 +59,7 @@ class Host:
         self._exchange = Exchange()
         self.residents = Residents(self._precision, None)
         self._notice = Notice()
+        self._projectors: list[Projector] = []
         self._runner = Runner(self)
         self._root = b""
         self._thread = 0
@@ -83,6 +87,7 @@ class Host:
                     self._precision = settle(self._precision, self._engine)
                     self.rotary = rotary.measure(self._engine)
                 self._settle_in(self._engine)
+                self._projectors = [self._projector(path) for path in self.settings.projectors]
                 self._settled = True
             return self._engine
 
@@ -160,6 +165,18 @@ class Host:
             pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
             self._store, self._root = SharedPageStore(root, pages_bytes), root
         return self._store
+
+    def projector_from(self, source: Fingerprint) -> Projector | None:
+        """What makes that model's KV into this one's, if there is anything and the weights are what they were."""
+        wanted = source.digest.hex(), self.engine.fingerprint.digest.hex()
+        return next((p for p in self._projectors if (p.source, p.target) == wanted), None)
+
+    def _projector(self, path: str) -> Projector:
+        assert self._engine is not None
+        projector = projectors.load(path)
+        if projector.target != self._engine.fingerprint.digest.hex():
+            raise InvalidSetting(f"the projector {path} leads to another model than {self._engine.name}")
+        return projector
 
     def submit(
         self,

@@ -54,6 +54,10 @@ class Runner:
             return None
         return self._kv
 
+    def lay_in(self, ids: Ids, kv: KVCache, owners: tuple[str, ...], why: str) -> None:
+        """Store KV of `ids` that is an approximation, and say `why` in reports of turns that continue from it."""
+        self._composer.lay_in(ids, kv, owners, why)
+
     def expected(
         self, runs: Iterable[tuple[Page, int]], ids: Sequence[int], count: int, *, apart: bool = False
     ) -> Tensor:
@@ -88,7 +92,7 @@ class Runner:
             logits = self._read(start, prompt, cancelled)
         if engine.observer and (units := engine.observer.take()):
             self._host.residents.observe(_key(turn), units)
-        first = logits if self._host.settings.measure_replay else None
+        first = logits.clone() if self._host.settings.measure_replay else None
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):

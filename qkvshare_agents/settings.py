@@ -33,11 +33,12 @@ class HostSettings:
     ContextOverflow.
     splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt.
     An approximation; the first `recompute_tokens` of such a text are computed anew.
+    projectors: files of `qkvshare projector`, by which KV of other models is taken as an approximation.
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
-    every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per
-    token (default: by the model's dtype, see `drift`; inf: not compared). coarse_limit: how far packed KV may be off
-    native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the text
-    (0: never).
+    every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per token
+    (default: by the model's dtype, see `drift`; inf: not compared, and sent without). coarse_limit: how far packed KV
+    may be off native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the
+    text (0: never).
     """
 
     model: str
@@ -60,6 +61,7 @@ class HostSettings:
     fit: Fit = "drop_head"
     splice: bool = False
     recompute_tokens: int = 16
+    projectors: tuple[str, ...] = ()
     canary_limit: float | None = None
     coarse_limit: float = COARSE
     refresh_every: int = 0
@@ -73,6 +75,7 @@ class HostSettings:
                 f"average_bits={self.average_bits}: from 2 to 8, with precision={JOINT!r} only (not {self.precision!r})"
             )
         check_secret(self.secret)
+        object.__setattr__(self, "projectors", tuple(self.projectors))  # JSON has lists
         if self.layout not in LAYOUTS:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
         if self.fit not in FITS:
@@ -83,10 +86,9 @@ class HostSettings:
             raise InvalidSetting(f"recompute_tokens must not be negative: {self.recompute_tokens}")
         if self.context_tokens is not None and self.context_tokens < SHORTEST_CONTEXT:
             raise InvalidSetting(f"context_tokens must be at least {SHORTEST_CONTEXT}, not {self.context_tokens}")
-        if self.budget_bytes < 0 or self.refresh_every < 0:
-            raise InvalidSetting(
-                f"budget_bytes ({self.budget_bytes}) and refresh_every ({self.refresh_every}) must not be negative"
-            )
+        for name in ("budget_bytes", "refresh_every"):
+            if getattr(self, name) < 0:
+                raise InvalidSetting(f"{name} must not be negative: {getattr(self, name)}")
         if not self.coarse_limit > 0 or not (self.canary_limit is None or self.canary_limit > 0):  # nor NaN
             raise InvalidSetting(
                 f"canary_limit ({self.canary_limit}) and coarse_limit ({self.coarse_limit}) must be above 0"
