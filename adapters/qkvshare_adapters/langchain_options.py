@@ -22,7 +22,6 @@ class ChatOptions(BaseModel):
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
     packed_history: bool = False
-    packed_history: bool = False
     handoff: bool = True
     measure_replay: bool = False
     canary_limit: float | None = None
