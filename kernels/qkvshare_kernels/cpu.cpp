@@ -607,6 +607,15 @@ bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t unit, int6
     return true;
 }
 
+// The next tile is far away in a cache [L, H, T, D]: it is asked for while this one is worked on.
+inline void fetch(const char* p, int64_t rows, int64_t stride) {
+    for (int64_t i = 0; i < rows * stride; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+inline void fetch_to_write(const char* p, int64_t rows, int64_t stride) {
+    for (int64_t i = 0; i < rows * stride; i += 64) __builtin_prefetch(p + i, 1, 2);
+}
+
 struct Groups {  // scales and minima of one tile in float32
     std::vector<float> scale, least;
     void set(size_t n, const uint16_t* s, const uint16_t* m, float symmetric) {
@@ -643,6 +652,10 @@ int qkvshare_quantize(const char* x, int type, int64_t layers, int64_t heads, in
             const int64_t unit = task / tiles, start = task % tiles * tile;
             const char* from = x + unit / heads * layer_stride + unit % heads * head_stride;
             const int count = int(std::min(tile, tokens - start));
+            if (tiles == 1 && task + 1 < tasks) {
+                const int64_t next = task + 1;
+                fetch(x + next / heads * layer_stride + next % heads * head_stride, tile, token_stride);
+            }
             bad |= !quantize_tile(s, m, from, unit, start, count, codes, scale, minimum);
         }
     }
@@ -672,6 +685,10 @@ void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint
             const int64_t unit = task / tiles, start = task % tiles * tile;
             const int count = int(std::min(tile, tokens - start));
             char* const to = out + unit / heads * layer_stride + unit % heads * head_stride;
+            if (tiles == 1 && task + 1 < tasks) {
+                const int64_t next = task + 1;
+                fetch_to_write(out + next / heads * layer_stride + next % heads * head_stride, tile, token_stride);
+            }
             const int64_t at = unit * scale_stride + (channel ? start / tile * d : start * groups);
             g.set(channel ? d : size_t(count) * groups, scale + at, minimum ? minimum + at : nullptr, symmetric);
             for (int t = 0; t < count; t++) {
