@@ -49,7 +49,7 @@ class Engine:
     refusal: why KV can't be handed over (then every turn is text replay), or None.
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
     has_state: some layers fold all tokens into a state that can't be cut.
-    cache_argument: what the model's forward calls its cache.
+    cache_argument: what the model's forward calls its cache. takes_positions: it can be told positions.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
@@ -61,7 +61,7 @@ class Engine:
         accepted = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._keeps_logits = "logits_to_keep" in accepted
-        self._takes_positions = "position_ids" in accepted
+        self.takes_positions = "position_ids" in accepted
         self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.kv_limit_tokens = rope_switch_tokens(self.config)
         self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
@@ -157,18 +157,38 @@ class Engine:
         return 1 if self._replay == "steps" and run.tokens else count
 
     @torch.inference_mode()
-    def logits(self, kv: KVCache, ids: Sequence[int], count: int) -> Tensor:
+    def logits(self, kv: KVCache, ids: Sequence[int], count: int, gap: int = 0) -> Tensor:
         """Logits [count, V] in float32 behind each of the last `count` of `ids`, read behind `kv` and then forgotten.
 
-        One forward for all of `ids`: for measurements, where the ids are known beforehand.
+        One forward for all of `ids`: for measurements, where the ids are known beforehand. gap: positions between.
         """
         before, run = kv.tokens, self.begin(kv)
+        run.tokens += gap
         try:
             if self._replay == "chunks" or not before:
                 return self._read(run, ids, count)
             return torch.cat([self._read(run, [i], 1) for i in ids])[-count:]
         finally:
             kv.crop(before)
+
+    @torch.inference_mode()
+    def read_alone(self, position: int) -> KVCache:
+        """KV of a token that is read at `position` behind nothing; behind others if the model counts by itself."""
+        assert self.shape is not None
+        token = self._probe_ids(2)[1]
+        run = self.begin(KVCache(self.shape))
+        assert run.kv is not None
+        if self.takes_positions:
+            run.tokens = position
+        elif position:
+            self._read(run, [token] * position, 1)
+        self._read(run, [token], 1)
+        return run.kv
+
+    def rotary_frequencies(self) -> list[tuple[float, ...]]:
+        """The different sets of rotary frequencies that the model holds, longest first."""
+        found = {tuple(b.float().tolist()) for name, b in self.model.named_buffers() if "inv_freq" in name}
+        return sorted(found, key=lambda frequencies: (-len(frequencies), frequencies))
 
     def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
         if run.kv is None:
@@ -186,7 +206,7 @@ class Engine:
         arguments: dict[str, Any] = {"use_cache": run.cache is not None}
         if run.cache is not None:
             arguments[self.cache_argument] = run.cache
-        if self._takes_positions:  # always explicit: some models forget the cache's length without them
+        if self.takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
         if self._keeps_logits:
             arguments["logits_to_keep"] = count
