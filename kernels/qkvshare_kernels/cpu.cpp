@@ -20,6 +20,8 @@
 
 namespace {
 
+#define INLINE inline __attribute__((always_inline))
+
 constexpr int W = 16;  // floats in a vector; compilers split it where registers are shorter
 typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -28,14 +30,14 @@ typedef uint8_t bvec __attribute__((vector_size(W), aligned(1), may_alias));
 constexpr float STEP = 1.0f / 1024, SMALLEST = 1.0f / 16384;  // 2 * FP16_STEP, SMALLEST_SCALE
 enum Type { FLOAT32, FLOAT16, BFLOAT16 };
 
-inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
-inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
-inline vec fill(float x) { return x - vec{}; }
-inline vec least_of(vec a, vec b) { return a < b ? a : b; }
-inline vec most_of(vec a, vec b) { return a > b ? a : b; }
-inline vec size_of(vec a) { return (vec)((ivec)a & 0x7fffffff); }
+INLINE vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+INLINE void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
+INLINE vec fill(float x) { return x - vec{}; }
+INLINE vec least_of(vec a, vec b) { return a < b ? a : b; }
+INLINE vec most_of(vec a, vec b) { return a > b ? a : b; }
+INLINE vec size_of(vec a) { return (vec)((ivec)a & 0x7fffffff); }
 
-inline vec from_bytes(const uint8_t* p) {
+INLINE vec from_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #else
@@ -43,9 +45,9 @@ inline vec from_bytes(const uint8_t* p) {
 #endif
 }
 
-inline vec from_bytes(bvec b) { return from_bytes(reinterpret_cast<const uint8_t*>(&b)); }
+INLINE vec from_bytes(bvec b) { return from_bytes(reinterpret_cast<const uint8_t*>(&b)); }
 
-inline void to_bytes(uint8_t* p, vec v) {
+INLINE void to_bytes(uint8_t* p, vec v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)v)));
 #else
@@ -124,7 +126,7 @@ void write_row(char* p, Type type, const float* x, int n) {
 }
 
 template <int D, class V>
-inline V swapped(V v) {  // element i ^ D in place of i
+INLINE V swapped(V v) {  // element i ^ D in place of i
 #define AT(i) (i) ^ D
     return __builtin_shufflevector(v, v, AT(0), AT(1), AT(2), AT(3), AT(4), AT(5), AT(6), AT(7), AT(8), AT(9), AT(10),
                                    AT(11), AT(12), AT(13), AT(14), AT(15));
@@ -133,7 +135,7 @@ inline V swapped(V v) {  // element i ^ D in place of i
 
 // A butterfly of distance D within a vector: lower + upper, lower - upper.
 template <int D>
-inline vec within(vec v) {
+INLINE vec within(vec v) {
     constexpr int32_t S = INT32_MIN;
     constexpr ivec flip = {0,          D & 1 ? S : 0, D & 2 ? S : 0, D & 3 ? S : 0, D & 4 ? S : 0, D & 5 ? S : 0,
                            D & 6 ? S : 0, D & 7 ? S : 0, D & 8 ? S : 0, D & 9 ? S : 0, D & 10 ? S : 0, D & 11 ? S : 0,
@@ -141,12 +143,12 @@ inline vec within(vec v) {
     return swapped<D>(v) + (vec)((ivec)v ^ flip);
 }
 
-inline float fold_vector(vec v) {  // halves onto halves, as reference.fold does
+INLINE float fold_vector(vec v) {  // halves onto halves, as reference.fold does
     v += swapped<8>(v), v += swapped<4>(v), v += swapped<2>(v), v += swapped<1>(v);
     return v[0];
 }
 
-inline float least_in(vec v) {
+INLINE float least_in(vec v) {
     v = least_of(v, swapped<8>(v)), v = least_of(v, swapped<4>(v));
     v = least_of(v, swapped<2>(v)), v = least_of(v, swapped<1>(v));
     return v[0];
@@ -162,7 +164,7 @@ inline float fold(vec* x, int vectors) {  // vectors: a power of two
 }
 
 template <int NV>
-inline void butterflies(vec* v, float norm) {
+INLINE void butterflies(vec* v, float norm) {
     for (int i = 0; i < NV; i++) v[i] = within<8>(within<4>(within<2>(within<1>(v[i]))));
     for (int h = 1; h < NV; h *= 2)
         for (int b = 0; b < NV; b += 2 * h)
@@ -252,13 +254,13 @@ void pack_row(const uint8_t* c, uint8_t* out, int d, int bits) {  // c: zeros be
 }
 
 template <int BITS>
-inline ivec codes_from(const float* x, vec inverse, vec offset, bool clamp) {
+INLINE ivec codes_from(const float* x, vec inverse, vec offset, bool clamp) {
     vec v = load(x) * inverse + offset;
     if (clamp) v = least_of(most_of(v, fill(0)), fill(float((1 << BITS) - 1)));
     return __builtin_convertvector(v, ivec);
 }
 
-inline void to_bytes(uint8_t* p, ivec v) {
+INLINE void to_bytes(uint8_t* p, ivec v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
 #else
@@ -266,16 +268,12 @@ inline void to_bytes(uint8_t* p, ivec v) {
 #endif
 }
 
-// pack_row for rows of NV vectors, a multiple of 4. inverse, offset: for every value (share 0), or one for
-// every `share` vectors.
+// pack_row for rows of NV vectors, a multiple of 4.
 template <int BITS, int NV>
-void emit_row(const float* x, const float* inverse, const float* offset, int share, bool clamp, uint8_t* out) {
+INLINE void emit_row(const float* x, const vec* inverse, const vec* offset, bool clamp, uint8_t* out) {
     ivec c[NV];
-    for (int i = 0; i < NV; i++) {
-        const vec a = share ? fill(inverse[i / share]) : load(inverse + i * W);
-        const vec b = share ? fill(offset[i / share]) : load(offset + i * W);
-        c[i] = codes_from<BITS>(x + i * W, a, b, clamp);
-    }
+#pragma GCC unroll 16
+    for (int i = 0; i < NV; i++) c[i] = codes_from<BITS>(x + i * W, inverse[i], offset[i], clamp);
     if constexpr (BITS == 8) {
         for (int i = 0; i < NV; i++) to_bytes(out + i * W, c[i]);
     } else if constexpr (BITS == 4) {
@@ -301,9 +299,26 @@ void emit_row(const float* x, const float* inverse, const float* offset, int sha
     }
 }
 
+// Rows of a tile. share 0: inverse and offset of every column; else of every `share` vectors of every row.
+template <int BITS, int NV>
+void emit_tile(const float* x, int rows, const float* inverse, const float* offset, int share, bool clamp,
+               uint8_t* out, int row_bytes) {
+    vec a[NV], b[NV];
+    if (!share)
+        for (int i = 0; i < NV; i++) a[i] = load(inverse + i * W), b[i] = load(offset + i * W);
+    for (int t = 0; t < rows; t++) {
+        if (share)
+            for (int i = 0; i < NV; i++) {
+                const int k = t * (NV / share) + i / share;
+                a[i] = fill(inverse[k]), b[i] = fill(offset[k]);
+            }
+        emit_row<BITS, NV>(x + t * NV * W, a, b, clamp, out + t * row_bytes);
+    }
+}
+
 // The codes of vector i of a packed row of NV vectors, as floats.
 template <int BITS, int NV>
-inline vec take(const uint8_t* row, int i) {
+INLINE vec take(const uint8_t* row, int i) {
     if constexpr (BITS == 8) return from_bytes(row + i * W);
     constexpr int N = BITS == 4 ? NV / 2 : NV / 4;
     bvec b = *reinterpret_cast<const bvec*>(row + i % N * W);
@@ -336,7 +351,7 @@ inline vec take(const uint8_t* row, int i) {
     return from_bytes(b);
 }
 
-// A row into floats, rotated unless norm is 0: scale and least as in emit_row. `past`: past the caches.
+// A row into floats, rotated unless norm is 0: scale and least of every column (share 0) or of every `share` vectors. `past`: past the caches.
 template <int BITS, int NV>
 void take_row(const uint8_t* row, const float* scale, const float* least, int share, float norm, bool past,
               float* out) {
@@ -357,12 +372,15 @@ void take_row(const uint8_t* row, const float* scale, const float* least, int sh
     for (int i = 0; i < NV; i++) store(out + i * W, v[i]);
 }
 
-typedef void (*Emit)(const float*, const float*, const float*, int, bool, uint8_t*);
+typedef void (*Emit)(const float*, int, const float*, const float*, int, bool, uint8_t*, int);
 typedef void (*Take)(const uint8_t*, const float*, const float*, int, float, bool, float*);
 
 template <int NV>
 Emit emit_of(int bits) {
-    return bits == 8 ? emit_row<8, NV> : bits == 4 ? emit_row<4, NV> : bits == 3 ? emit_row<3, NV> : emit_row<2, NV>;
+    return bits == 8   ? emit_tile<8, NV>
+           : bits == 4 ? emit_tile<4, NV>
+           : bits == 3 ? emit_tile<3, NV>
+                       : emit_tile<2, NV>;
 }
 
 template <int NV>
@@ -462,7 +480,7 @@ bool store_scales(Ranges& r, size_t n, float largest, bool symmetric, float most
     return fold_vector(__builtin_convertvector(beyond, vec)) == 0;
 }
 
-inline vec floor_of(vec v) {
+INLINE vec floor_of(vec v) {
 #if defined(__AVX512F__)
     return (vec)_mm512_roundscale_ps((__m512)v, 9);
 #else
@@ -675,15 +693,16 @@ bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t next, int6
     uint8_t* const spread = m.codes.data();
     const bool whole_row = s.channel || row == s.d;  // no gaps between groups
     const Emit emit = whole_row && (s.channel || s.group % W == 0) ? fast_emit(s.d, s.bits) : nullptr;
+    if (emit) {
+        uint8_t* const to = codes + (unit * s.tokens + start) * s.row_bytes;
+        const int share = s.channel ? 0 : s.group / W;
+        emit(m.tile.data(), count, r.inverse.data(), r.offset.data(), share, clamp, to, s.row_bytes);
+        return true;
+    }
     for (int t = 0; t < count; t++) {
         uint8_t* const to = codes + (unit * s.tokens + start + t) * s.row_bytes;
         uint8_t* const c = s.bits == 8 && s.d % W == 0 ? to : spread;
         const float* const from = &m.tile[size_t(t) * row];
-        if (emit) {
-            const size_t i = s.channel ? 0 : size_t(t) * groups;
-            emit(from, &r.inverse[i], &r.offset[i], s.channel ? 0 : s.group / W, clamp, to);
-            continue;
-        }
         if (s.channel) {
             for (int i = 0; i < d; i += W)
                 codes_of(from + i, c + i, W, load(&r.inverse[i]), load(&r.offset[i]), clamp, largest);
