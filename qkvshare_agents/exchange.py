@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, device
 
 from qkvshare_agents.errors import PackageError
+from qkvshare_agents.kv_cache import KVShape
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.package import Package, Step
 from qkvshare_agents.page import Part
@@ -87,9 +88,8 @@ def _mismatch(host: "Host", package: Package) -> str | None:
         return f"the package is of another model: {', '.join(differences)} differ"
     if package.groups != shape.groups:
         return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
-    held = (sum(len(part.layers) for part in step.page.keys) for step in package.steps if step.page)
-    if any(layers != shape.layers for layers in held):
-        return "the package has pages without the KV of all layers"
+    if lacking := _lacking(package, shape):
+        return lacking
     vocabulary = engine.model.get_input_embeddings().num_embeddings
     if max(package.ids) >= vocabulary:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
@@ -97,6 +97,19 @@ def _mismatch(host: "Host", package: Package) -> str | None:
         return f"the package holds {len(package.ids)} tokens; the context has {engine.context_tokens}"
     if not host.store.fits(package.ids, package.steps):
         return "the package's addresses are not those of its token ids here: another salt (QKVSHARE_SALT)"
+    return None
+
+
+def _lacking(package: Package, shape: KVShape) -> str | None:
+    """Why its pages are not all that is looked back at from behind them."""
+    window, everything = shape.window, frozenset(range(shape.layers))
+    stop = 0
+    for step in package.steps:
+        start, stop = stop, stop + step.tokens
+        seen = window is None or window.sees(start, stop, (package.covered_tokens,))
+        needed = everything if seen or window is None else everything - window.layers
+        if step.page and not step.page.holds(needed):
+            return f"the package's page of tokens {start} to {stop} lacks layers that look back at it"
     return None
 
 

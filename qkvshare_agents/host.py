@@ -87,7 +87,10 @@ class Host:
         if self._store is None or root != self._root:
             self._forget()
             pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
-            self._store, self._root = SharedPageStore(root, pages_bytes), root
+            self._store, self._root = (
+                SharedPageStore(root, pages_bytes, shape.window if (shape := self.engine.shape) else None),
+                root,
+            )
         return self._store
 
     def submit(

@@ -18,8 +18,8 @@ from qkvshare_agents.span import LayerGroup
 class LayerKind(Enum):
     """What a layer keeps of the tokens it has read.
 
-    ATTENTION: keys and values of every token, in pages; windows too, since masks hide what is outside. RECURRENT: one
-    state. PARALLEL: both. EMPTY: nothing, as in layers that use another layer's KV or have no attention.
+    ATTENTION: keys and values in pages, of every token or of those that a window shows. RECURRENT: one state.
+    PARALLEL: both. EMPTY: nothing, as in layers that use another layer's KV or have no attention.
     """
 
     ATTENTION = "attention"
@@ -58,6 +58,29 @@ class _KVCacheLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return _update(self, key_states, value_states)
+
+
+class _WindowLayer(_KVCacheLayer):
+    """The same, showing no more than attention looks back at; the lengths are those of transformers' own layer."""
+
+    is_sliding = True
+
+    def __init__(self, kv: KVCache, index: int, window: int) -> None:
+        self.sliding_window = window
+        super().__init__(kv, index)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        shown = self.sliding_window - 1 + key_states.shape[-2]
+        keys, values = _update(self, key_states, value_states)
+        return keys[:, :, -shown:], values[:, :, -shown:]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        query = (
+            query_length if isinstance(query_length, int) else query_length.shape[0]
+        )  # transformers < 5.2: positions
+        seen = self.get_seq_length()
+        hidden = max(0, seen - self.sliding_window + 1)
+        return seen - hidden + query, hidden
 
 
 class _ParallelLayer(_Parallel):
@@ -102,7 +125,8 @@ def cache_over(kv: KVCache, config: Any) -> Cache:
     for template, kind in zip(cache.layers, kinds_of(cache), strict=True):
         layer: Any = template
         if kind is LayerKind.ATTENTION:
-            layer = _KVCacheLayer(kv, attention)
+            window = getattr(template, "sliding_window", None)
+            layer = _WindowLayer(kv, attention, window) if window else _KVCacheLayer(kv, attention)
         elif kind is LayerKind.PARALLEL:
             layer = _ParallelLayer(kv, attention, getattr(template, "number_of_states", 1))
         if kind.has_state and (state := next(states, None)):

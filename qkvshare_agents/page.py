@@ -143,6 +143,14 @@ class Page:
         """All parts, in the order in which they are written."""
         return self.keys + self.values
 
+    def holds(self, layers: frozenset[int]) -> bool:
+        return layers <= {layer for part in self.keys for layer in part.layers}
+
+    def without(self, layers: frozenset[int]) -> "Page":
+        """The same parts but those of `layers`."""
+        keys, values = (tuple(p for p in parts if layers.isdisjoint(p.layers)) for parts in (self.keys, self.values))
+        return self if len(keys) == len(self.keys) else Page(self.tokens, keys, values, self.hops)
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the storages behind the page: codes, scales, minima, native tokens."""

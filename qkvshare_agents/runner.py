@@ -56,7 +56,7 @@ class Runner:
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
         noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, (*prompt.ids, *speech.ids))
+        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, prompt, speech.ids)
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
             self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
@@ -95,11 +95,12 @@ class Runner:
         store = self._host.store
         ids = prompt.ids[:-1]  # one token must be run in any case
         match = store.match(ids, access.readers)
-        hidden = access.readers is not None and store.stored_tokens(ids) > match.tokens
-        found, state = match.tokens, None
-        if engine.has_state:
-            state = self._host.snapshots.longest(ids[:found])
+        found, state = match.agreeing, None
+        hidden = access.readers is not None and store.stored_tokens(ids) > found
+        while engine.has_state and match.tokens and (state is None or match.tokens < state.tokens):
+            state = self._host.snapshots.longest(ids[: match.tokens])
             match = match.head(state.tokens if state else 0)
+        state = state if match.tokens else None
         decision = plan(
             prompt.settled,
             match.tokens,
@@ -133,7 +134,7 @@ class Runner:
                 start.snapshots[stop] = state
             position = stop
 
-    def _keep(self, start: Start, ids: Sequence[int]) -> tuple[str, ...]:
+    def _keep(self, start: Start, prompt: Prompt, spoken: Sequence[int]) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:
@@ -141,12 +142,22 @@ class Runner:
 
         def make_page(first: int, stop: int, sealed: bool) -> Page:
             span = kv.span(first, stop)
+            if window and not window.sees(first, stop, points):
+                span = span.without(window.layers)
             return seal(span, self._host.precision, starts_sequence=first == 0) if sealed else keep_native(span)
 
-        fed = ids[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
+        fed = (*prompt.ids, *spoken)[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
+        window, points = store.window, (prompt.settled, len(fed))
         try:
-            sealed_tokens = len(fed) - self._host.precision.residual_length
-            store.extend(fed, self._host.precision.page_size, sealed_tokens, make_page, start.owners)
+            store.extend(
+                fed,
+                self._host.precision.page_size,
+                len(fed) - self._host.precision.residual_length,
+                make_page,
+                start.owners,
+                points=points,
+                computed_from=start.plan.reused_tokens,
+            )
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         if state := self._host.engine.snapshot(start.run):

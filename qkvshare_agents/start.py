@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from qkvshare_agents.engine import Run
-from qkvshare_agents.page_store import NO_MATCH, Match
 from qkvshare_agents.planner import Plan
+from qkvshare_agents.prefix_tree import NO_MATCH, Match
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.snapshot import Snapshot
 

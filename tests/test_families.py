@@ -90,7 +90,7 @@ def test_where_state_is_missing_the_text_is_read_and_the_report_says_so() -> Non
         messages.append(Message("user", answer.text, "a"))
     h.snapshots.clear()
     report = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result().report
-    assert report.mode.value == "TEXT" and "state is kept only where turns end" in report.reasons[0]
+    assert report.mode.value == "TEXT" and "state and windows are kept only where turns end" in report.reasons[0]
     h.assert_exact()
 
 
