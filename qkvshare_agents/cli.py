@@ -147,6 +147,47 @@ def eval_fidelity(
         plot.draw(result, plot_file)
 
 
+@eval_app.command("hops")
+def eval_hops(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    texts: Annotated[int, typer.Option(min=1, help="Texts, each of them read in every number of hops.")] = 4,
+    most: Annotated[int, typer.Option(min=1, help="Hops: 1, 2, 4 ... up to this many.")] = 16,
+    segment: Annotated[int, typer.Option(min=1, help="New tokens of each hop.")] = 150,
+    refresh_every: Annotated[int, typer.Option(min=0, help="Also with this setting.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    plot_file: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Also draw KL over hops.")] = None,
+) -> None:
+    """Next-token KL against text replay after many handoffs, beside encoding anew at each of them."""
+    from qkvshare_agents.eval import hops, plot
+
+    if plot_file:
+        plot.require()
+    counts = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
+    result = hops.run(model=model, texts=texts, hops=counts, segment=segment, refresh_every=refresh_every)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        hops.show(result)
+    if plot_file:
+        plot.save(hops.picture(result), plot_file)
+
+
+@eval_app.command("canary")
+def eval_canary(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    conversations: Annotated[int, typer.Option(min=1, help="With 16 right and 16 wrong caches each, per preset.")] = 13,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Right and wrong caches, and for how many of each the alarm is raised."""
+    from qkvshare_agents.eval import canary
+
+    result = canary.run(model=model, conversations=conversations)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        canary.show(result)
+
+
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],

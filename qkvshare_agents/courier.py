@@ -9,7 +9,7 @@ import secrets
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -69,10 +69,11 @@ class Courier:
         have: Iterable[bytes] = (),
         handoff: str = "",
         metadata: Mapping[str, str] | None = None,
+        wider: bool = False,
     ) -> Sent:
         """Publish what is stored of `turn`'s prompt, so that another process can answer it; see `Host.export`."""
         try:
-            out = self._host.export(turn, have=have, handoff=handoff, metadata=metadata)
+            out = self._host.export(turn, have=have, handoff=handoff, metadata=metadata, wider=wider)
         except PackageError as error:
             return Sent("", (self._failed("sent", error),))
         return self.post(out, secrets.token_hex(16))
@@ -89,21 +90,33 @@ class Courier:
             return Sent("", (self._failed("sent", error),))
         return Sent(key, (), self._measured(payload, started), payload.nbytes)
 
-    def receive(self, key: str, *, keep: bool = False) -> Arrival:
+    def receive(self, key: str, *, keep: bool = False, ask: Callable[[], str] | None = None) -> Arrival:
         """Fetch, check and store; give the result to the turn (`Turn.arrival`). keep: leave it for other readers.
 
-        A package of which nothing came in ("" as the key, too) is one reason more in the turn's report.
+        ask: gets wider pages from the sender and returns their key, in whatever way the processes talk; used when the
+        KV does not say what the sender's said. There, it is `send(turn, wider=True).key`. A package of which nothing
+        came in ("" as the key, too) is one reason more in the turn's report.
         """
         if not key:
             return Arrival(("the sender sent no KV",))
         came, arrival = self.fetch(key)
         if came is None:
             return arrival
-        reasons = self._host.adopt(came)  # may wait for a turn, which is not in `transfer_ms`
+        taken = self._host.take(came)  # may wait for a turn, which is not in `transfer_ms`
         if not keep:
             with suppress(TransportError):  # then it goes when it expires
                 self._transport.delete(key, deadline_ms=self._deadline_ms)
-        return replace(arrival, reasons=reasons)
+        arrival = replace(taken, transfer_ms=arrival.transfer_ms, moved_bytes=arrival.moved_bytes)
+        if not arrival.alarmed or ask is None:
+            return arrival
+        again = self.receive(ask())
+        return replace(
+            again,
+            reasons=(*arrival.reasons, *(again.reasons or ("wider pages were asked for and used",))),
+            transfer_ms=arrival.transfer_ms + again.transfer_ms,
+            moved_bytes=arrival.moved_bytes + again.moved_bytes,
+            canary_ms=arrival.canary_ms + again.canary_ms,
+        )
 
     def fetch(self, key: str) -> tuple[Package | None, Arrival]:
         """The package under a key, checked and not stored yet; None with the reason if there is none to use."""

@@ -4,6 +4,7 @@
 """
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from qkvshare_agents import fingerprint, models
 from qkvshare_agents.configuration import active_adapters, eos_ids, rope_switch_tokens
+from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
@@ -38,6 +40,7 @@ class Run:
     kv: KVCache | None
     tokens: int
     ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
+    expected: deque[Tensor] = field(default_factory=lambda: deque(maxlen=WATCHED))  # logits behind the last tokens
 
 
 class Engine:
@@ -172,7 +175,11 @@ class Engine:
             run.ids += ids
         if run.kv is None and self._replay == "whole":
             run.cache, run.tokens, ids = None, 0, run.ids
-        return self._read(run, ids, 1)[0]
+        logits = self._read(run, ids, 1)[0]
+        if len(ids) > 1:
+            run.expected.clear()  # behind tokens in between nothing was computed
+        run.expected.append(logits)
+        return logits
 
     def _read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
         device = self.model.device

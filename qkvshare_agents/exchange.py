@@ -2,17 +2,21 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from torch import Tensor, device
 
+from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.kv_cache import KVShape
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import Part
+from qkvshare_agents.page import PRESETS, Page, Part, keep_native, seal
+from qkvshare_agents.prefix_tree import chained_key
+from qkvshare_agents.report import Arrival
 from qkvshare_agents.span import in_words
 from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.turn import Turn
@@ -30,7 +34,13 @@ class Exchange:
         self._seen: OrderedDict[str, int] = OrderedDict()
 
     def export(
-        self, host: "Host", turn: Turn, have: frozenset[bytes], handoff: str, metadata: Mapping[str, str]
+        self,
+        host: "Host",
+        turn: Turn,
+        have: frozenset[bytes],
+        handoff: str,
+        metadata: Mapping[str, str],
+        wider: bool,
     ) -> Package:
         """What is stored of `turn`'s prompt before its newest user turn, and what members said in it."""
         engine = host.engine
@@ -41,27 +51,40 @@ class Exchange:
         steps = host.store.steps(settled, have, turn.access.readers)
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
+        covered = settled[: sum(step.tokens for step in steps)]
+        pages = [page for page, _ in host.store.match(covered, turn.access.readers).runs]
+        canary, nats = _canary(host, covered, pages)
+        if wider or not nats <= host.settings.coarse_limit:  # NaN, too
+            steps, pages = _widened(host, covered, max(page.hops for page in pages), nats)
+            canary, _ = _canary(host, covered, pages)
         assert engine.shape is not None
         ledger = _spoken(prompt, turn.messages, host.ledger)
-        return Package(settled, steps, engine.fingerprint, engine.shape.groups, ledger, handoff, metadata)
+        groups = engine.shape.groups
+        return Package(settled, steps, engine.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 
-    def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Store what came; returns why not, in words for the report. Nothing is stored unless all of it fits."""
+    def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
+        """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
         engine = host.engine
         if reason := _refusal(host) or _mismatch(host, package) or self._repeated(package):
-            return (reason,)
+            return Arrival((reason,))
         assert engine.shape is not None
+        steps = [_on(engine.shape.device, step) for step in package.steps]
+        (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
+        came = sum(tokens for _, tokens in runs)
+        heard = _listen(host, package, runs, steps) if new and came == whole else Arrival()
+        if heard.reasons:
+            return heard
         for text, start, stop in package.ledger:
             if host.ledger.find(text) is None:  # what was generated here is not overwritten
                 host.ledger.record(text, package.ids[start:stop])
-        steps = [_on(engine.shape.device, step) for step in package.steps]
+        if came < whole:
+            return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
         stored = host.store.graft(package.ids, steps, owners)
-        if stored < package.covered_tokens:
-            return (
-                f"only {stored} of {package.covered_tokens} tokens came over: pages that the sender left out, or that "
-                "do not fit into budget_bytes, are not here",
-            )
-        return ()
+        if stored < whole:
+            return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
+        if package.canary:  # whoever forwards it compares with what the first sender said
+            host.canaries.keep(package.ids[:whole], package.canary)
+        return heard
 
     def _repeated(self, package: Package) -> str | None:
         now_ms = int(time.time() * 1000)
@@ -111,6 +134,67 @@ def _lacking(package: Package, shape: KVShape) -> str | None:
         if step.page and not step.page.holds(needed):
             return f"the package's page of tokens {start} to {stop} lacks layers that look back at it"
     return None
+
+
+def _canary(host: "Host", ids: tuple[int, ...], pages: Sequence[Page]) -> tuple[Canary, float]:
+    """What is expected behind `pages`; how far, in nats, that is off what the turn that computed their KV expected."""
+    count, tokens = min(WATCHED, len(ids)), [page.tokens for page in pages]
+    tokens[-1] -= sum(tokens) - len(ids)
+    logits = host.runner.expected(zip(pages, tokens, strict=True), ids, count, apart=True)
+    turn = host.canaries.find(ids)
+    return canary_of(logits), divergence(turn.last(count), logits) if turn and turn.tokens >= count else 0.0
+
+
+def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[tuple[Step, ...], list[Page]]:
+    """The KV of `ids` again, from the native cache that their turn left behind. Raises PackageError if it is gone."""
+    kv, precision = host.runner.native(ids), host.precision
+    if kv is None or precision.is_native:
+        why = "it is stored as it was computed" if kv else "another turn ran since"
+        raise PackageError(f"KV that is {nats:.2g} nats off can't be had in more bits: {why}")
+    widths = {bits for pair in precision.widths or ((precision.key_bits, precision.value_bits),) for bits in pair}
+    narrow = any(bits and bits < 8 for bits in widths)
+    wider = replace(precision, key_bits=8, value_bits=8, widths=None) if narrow else PRESETS["native"]
+    steps: list[Step] = []
+    pages: list[Page] = []
+    key = host.store.root_key
+    for start in range(0, len(ids), precision.page_size):
+        part = ids[start : start + precision.page_size]
+        key, full = chained_key(key, part), len(part) == precision.page_size
+        span, window = kv.span(start, start + len(part)), host.store.window
+        if window and not window.sees(start, start + len(part), (len(ids),)):
+            span = span.without(window.layers)
+        page = seal(span, wider, starts_sequence=start == 0) if full else keep_native(span)
+        pages.append(replace(page, hops=hops))
+        steps.append(Step(len(part), key, full, pages[-1]))
+    return tuple(steps), pages
+
+
+def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
+    """Whether the KV in `runs` says what its sender's said."""
+    limit, canary, ids = host.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
+    if limit == inf:
+        return Arrival()
+    if canary is None:
+        return Arrival(("the package has no canary, and its KV is not used without one (canary_limit)",))
+    if max(map(max, canary.ids)) >= host.engine.model.get_input_embeddings().num_embeddings:
+        return Arrival(("the package's canary has token ids that the model has not",))
+    started = time.perf_counter()
+    nats = divergence(canary, host.runner.expected(runs, ids, canary.tokens))
+    ms = (time.perf_counter() - started) * 1000
+    heard = Arrival((), canary_nats=nats if isfinite(nats) else None, canary_ms=ms)
+    own = [page for (page, _), step in zip(runs, steps, strict=True) if page is not step.page]
+    limit = limit or default_limit(host.engine.model.dtype, _widths([page for page, _ in runs]) if own else ())
+    if nats <= limit:  # False for NaN
+        return heard
+    reason = (
+        f"KV of another process is not used: it is {nats:.2g} nats off its canary (limit {limit:g}), so it is damaged, "
+        "or of another position, text or model"
+    )
+    return replace(heard, reasons=(reason,), alarmed=True)
+
+
+def _widths(pages: Sequence[Page]) -> set[int]:
+    return {part.packed.bits for page in pages for part in page.parts if part.packed}
 
 
 def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Ledger) -> tuple[tuple[str, int, int], ...]:

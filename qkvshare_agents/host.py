@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from qkvshare_agents.drift import Canaries
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, HostClosed
 from qkvshare_agents.exchange import Exchange
 from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Precision, preset
-from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.report import Arrival, HandoffReport
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.runner import Runner
 from qkvshare_agents.settings import HostSettings
@@ -45,6 +46,7 @@ class Host:
         self._loading, self._settled = threading.Lock(), False
         self._store: SharedPageStore | None = None
         self.snapshots = SnapshotStore(settings.budget_bytes // 2)
+        self.canaries = Canaries()
         self._exchange = Exchange()
         self._runner = Runner(self)
         self._root = b""
@@ -72,6 +74,11 @@ class Host:
                     self._precision = settle(self._precision, self._engine)
                 self._settled = True
             return self._engine
+
+    @property
+    def runner(self) -> Runner:
+        """What turns run on; for the host's own thread."""
+        return self._runner
 
     @property
     def precision(self) -> Precision:
@@ -106,18 +113,30 @@ class Host:
         return self._queue(self._run, turn, on_text or (lambda _: None), stop.is_set)
 
     def export(
-        self, turn: Turn, *, have: Iterable[bytes] = (), handoff: str = "", metadata: Mapping[str, str] | None = None
+        self,
+        turn: Turn,
+        *,
+        have: Iterable[bytes] = (),
+        handoff: str = "",
+        metadata: Mapping[str, str] | None = None,
+        wider: bool = False,
     ) -> Package:
         """What another process needs to answer `turn` from KV, as far as it is stored here; waits for queued turns.
 
         have: content addresses that the receiver holds (`held` there); their pages stay here. handoff, metadata:
-        free text that goes along. Raises PackageError when nothing is stored, or KV of this model can't be moved.
+        free text that goes along. wider: in more bits than it is stored in (native if it is stored in 8), all of it, as
+        long as the turn that computed it was the last one here. Raises PackageError when nothing is stored, KV of this
+        model can't be moved, or nothing wider is left.
         """
-        return self._wait_for(self._exchange.export, self, turn, frozenset(have), handoff, metadata or {})
+        return self._wait_for(self._exchange.export, self, turn, frozenset(have), handoff, metadata or {}, wider)
 
     def adopt(self, package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Take another process' pages, for `owners` (nobody by default), and what its members said; returns why not,
-        if not; waits for queued turns."""
+        if not; waits for queued turns. KV that does not say what its sender's said is not taken (`drift`)."""
+        return self.take(package, owners).reasons
+
+    def take(self, package: Package, owners: tuple[str, ...] = ()) -> Arrival:
+        """As `adopt`; also how far off the KV was."""
         return self._wait_for(self._exchange.adopt, self, package, owners)
 
     def _began(self) -> None:
@@ -161,6 +180,7 @@ class Host:
         if self._store:
             self._store.clear()
         self.snapshots.clear()
+        self.canaries.clear()
 
     def _run(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         if cancelled():

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.page import Page
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.span import Block, LayerGroup, Span, Window
@@ -43,9 +44,12 @@ class KVShape:
 
     @cached_property
     def window(self) -> Window | None:
-        """The layers that have one, and the widest; None where all layers look back at everything."""
+        """The layers that have one, and the widest; None where all layers look back at everything.
+
+        A few tokens are added, which canaries are read again from.
+        """
         layers = frozenset(layer for layer, tokens in enumerate(self.windows) if tokens)
-        return Window(layers, max(tokens or 0 for tokens in self.windows)) if layers else None
+        return Window(layers, max(tokens or 0 for tokens in self.windows) + WATCHED) if layers else None
 
     def fp16_bytes(self, tokens: int) -> int:
         """What `tokens` tokens take in a 16-bit cache, of windows only what they show: the yardstick of all ratios."""

@@ -1,6 +1,7 @@
 """What a package says about itself, and the one table of tensors that follows from it (FORMAT.md)."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 from qkvshare_agents import checks, codec, container
 from qkvshare_agents.container import Shape
+from qkvshare_agents.drift import UNITS_PER_NAT, Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.integrity import ALGORITHMS
@@ -20,6 +22,7 @@ MAX_TOKENS = 2**24
 MAX_RUN_TOKENS = 2**16
 MAX_WIDTH = 2**16  # heads, head size
 MAX_LAYERS = 2**12
+MAX_CANARY_ROWS, MAX_CANARY_TOKENS, MAX_VOCABULARY = 64, 256, 2**31
 _NATIVE_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -81,6 +84,7 @@ class Manifest:
 
     ledger: (text, start, stop): what a member said, and which ids it is. groups: of layers whose KV is alike.
     dtype: of native tokens. ids_digest: of the tensor `ids`, in hex. signed: whether the MAC needs the secret.
+    canary: what the sender's model expected behind the last tokens that the runs cover.
     """
 
     id: str
@@ -98,6 +102,7 @@ class Manifest:
     algorithm: str
     ids_digest: str
     signed: bool
+    canary: Canary | None
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
@@ -172,14 +177,16 @@ def read(text: str) -> Manifest:
     of = {layer: group for group in groups for layer in group.layers}
     layouts = tuple(_layout(entry, of) for entry in checks.entries(m["layouts"], MAX_RUNS, "layouts"))
     runs = tuple(_run(entry, len(layouts)) for entry in checks.entries(m["runs"], MAX_RUNS, "runs"))
-    if sum(run.tokens for run in runs) > tokens:
+    covered = sum(run.tokens for run in runs)
+    if covered > tokens:
         raise PackageError(f"the runs cover more than the {tokens} token ids")
     if any(not run.sealed for run in runs[:-1]):
         raise PackageError("a run that is not sealed can only be the last")
     _check_pages(runs, layouts)
     ledger = tuple(_spoken(entry, tokens) for entry in checks.entries(m["ledger"], MAX_RUNS, "ledger"))
     read_parts = {"groups": groups, "layouts": layouts, "runs": runs, "ledger": ledger}
-    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), **read_parts})
+    canary = _canary(m["canary"], covered)
+    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), **read_parts, "canary": canary})
 
 
 def _check_pages(runs: tuple[Run, ...], layouts: tuple[Layout, ...]) -> None:
@@ -261,3 +268,25 @@ def _spoken(entry: Any, tokens: int) -> tuple[str, int, int]:
     text, start, stop = checks.exactly(checks.entries(entry, 3, "ledger entry"), 3)
     checks.whole(start, 0, tokens - 1, "ledger start")
     return checks.string(text, "ledger text"), start, checks.whole(stop, start + 1, tokens, "ledger stop")
+
+
+def _canary(entry: Any, covered: int) -> Canary | None:
+    if entry is None:
+        return None
+    c = checks.table(entry, Canary, "canary")
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    both = zip(*(checks.entries(c[name], MAX_CANARY_ROWS, f"canary.{name}") for name in ("ids", "logs")), strict=False)
+    for row in both:
+        ids, logs = (checks.entries(part, MAX_CANARY_TOKENS, "canary row") for part in row)
+        rows.append(
+            (
+                tuple(checks.whole(i, 0, MAX_VOCABULARY - 1, "canary id") for i in ids),
+                tuple(checks.whole(log, -100 * UNITS_PER_NAT, 0, "canary log-probability") for log in logs),
+            )
+        )
+        total = sum(math.exp(log / UNITS_PER_NAT) for log in rows[-1][1])
+        if not len(set(ids)) == len(ids) == len(logs) > 0 or sorted(logs, reverse=True) != logs or total > 1.001:
+            raise PackageError("a canary row needs different ids, with log-probabilities of a distribution, descending")
+    if not 1 <= len(rows) == len(c["ids"]) == len(c["logs"]) <= covered:
+        raise PackageError(f"a canary needs at least one row and at most one for each of the {covered} tokens")
+    return Canary(tuple(ids for ids, _ in rows), tuple(logs for _, logs in rows))

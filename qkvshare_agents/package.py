@@ -17,6 +17,7 @@ from torch import Tensor
 from qkvshare_agents import container, integrity, manifest
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.container import Contents, Entry
+from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.manifest import FORMAT, VERSION, Layout, Manifest, PageHead, PartHead, Plane, Run
@@ -51,7 +52,7 @@ class Package:
     """ids: the transcript as far as the sender knows it; `steps` cover the first `covered_tokens` of them.
 
     groups: layers whose KV is alike. ledger: (text, start, stop): what a member said is ids[start:stop]. handoff:
-    the instruction that goes with it. metadata: free strings, e.g. turn, goal, summary. expires_ms: Unix time.
+    the instruction that goes with it. metadata: free strings, e.g. turn, goal. canary: of the covered tokens.
     """
 
     ids: tuple[int, ...]
@@ -64,6 +65,7 @@ class Package:
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created_ms: int = field(default_factory=lambda: int(time.time() * 1000))
     expires_ms: int = field(default_factory=lambda: int(time.time() * 1000) + LIFETIME_MS)
+    canary: Canary | None = None
 
     @property
     def covered_tokens(self) -> int:
@@ -86,22 +88,12 @@ class Package:
         digests = iter([integrity.digest(algorithm, _padded(page)).hex() for page in pages])
         layouts: dict[Layout, int] = {}
         described = Manifest(
-            id=self.id,
-            created_ms=self.created_ms,
-            expires_ms=self.expires_ms,
-            fingerprint=self.fingerprint,
-            tokens=len(self.ids),
-            runs=tuple(_run(step, digests, layouts) for step in self.steps),
-            ledger=self.ledger,
-            handoff=self.handoff,
-            metadata=self.metadata,
-            groups=self.groups,
-            layouts=tuple(layouts),
-            dtype=self._dtype,
-            algorithm=algorithm,
-            ids_digest=integrity.digest(algorithm, [ids]).hex(),
-            signed=bool(secret),
-        )
+            id=self.id, created_ms=self.created_ms, expires_ms=self.expires_ms, fingerprint=self.fingerprint,
+            tokens=len(self.ids), runs=tuple(_run(step, digests, layouts) for step in self.steps), ledger=self.ledger,
+            handoff=self.handoff, metadata=self.metadata, groups=self.groups, layouts=tuple(layouts),
+            dtype=self._dtype, algorithm=algorithm, ids_digest=integrity.digest(algorithm, [ids]).hex(),
+            signed=bool(secret), canary=self.canary,
+        )  # fmt: skip
         metadata = {"format": FORMAT, "version": VERSION, "manifest": described.to_text()}
         head = container.write_head(container.place(described.tensors()), metadata)
         mac = integrity.mac(algorithm, secret, head)
@@ -164,7 +156,7 @@ def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Pa
     )
     return Package(
         ids, steps, described.fingerprint, described.groups, described.ledger, described.handoff, described.metadata,
-        described.id, described.created_ms, described.expires_ms,
+        described.id, described.created_ms, described.expires_ms, described.canary,
     )  # fmt: skip
 
 

@@ -130,7 +130,8 @@ class Part:
 class Page:
     """`tokens` tokens of keys and values in parts, whose layers do not overlap.
 
-    hops: how many times it came from another process, unchanged.
+    hops: how many handoffs lie between the text and this KV: those behind the KV that it was computed behind, and one
+    for each move of its own to another process.
     """
 
     tokens: int

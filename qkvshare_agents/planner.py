@@ -54,6 +54,13 @@ def plan(
     return Plan(Mode.PARTIAL, matched_tokens, (why,))
 
 
+def stale_after(hops: int, refresh_every: int) -> str | None:
+    """Why KV that `hops` handoffs lie behind is computed anew from the text; None if it need not be."""
+    if not refresh_every or hops < refresh_every:
+        return None
+    return f"{hops} handoffs lie behind the stored KV (refresh_every={refresh_every}): computed anew from the text"
+
+
 def slower_than_text(moving_ms: float | None, replay_ms: float | None) -> str | None:
     """Why KV is not moved to another process, if reading the text there is faster; None if not, or not known yet."""
     if moving_ms is None or replay_ms is None or moving_ms <= replay_ms:

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Arrival:
     """What came from another process before a turn. reasons: why KV did not, if so. transfer_ms: fetching and
-    checking it. moved_bytes: of the package, manifest included; 0 if none was moved."""
+    checking it. moved_bytes: of the package, manifest included; 0 if none was moved. canary_nats: how far the KV was
+    off (None: not compared); canary_ms: what it took to find out. alarmed: it was too far off and is not used."""
 
     reasons: tuple[str, ...] = ()
     transfer_ms: float = 0.0
     moved_bytes: int = 0
+    canary_nats: float | None = None
+    canary_ms: float = 0.0
+    alarmed: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class HandoffReport:
     package that came before the turn; 0 within a process, where a handoff is a reference. quantize_ms: sealing what
     this turn added.
     replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for.
+    hops: how many handoffs lie between the text and this turn; 0 if it read all of it. canary_nats, canary_ms: of
+    the package that came before the turn, see `Arrival`.
     """
 
     agent: str
@@ -48,6 +54,9 @@ class HandoffReport:
     quantize_ms: float
     total_ms: float
     replay_first_token_ms: float | None = None
+    hops: int = 0
+    canary_nats: float | None = None
+    canary_ms: float = 0.0
 
     @property
     def prefilled_tokens(self) -> int:

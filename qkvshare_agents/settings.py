@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
+from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.integrity import check_secret
 from qkvshare_agents.page import preset
@@ -20,7 +21,10 @@ class HostSettings:
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
-    every turn.
+    every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per
+    token (default: by the model's dtype, see `drift`; inf: not compared). coarse_limit: how far packed KV may be off
+    native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the text
+    (0: never).
     """
 
     model: str
@@ -37,11 +41,20 @@ class HostSettings:
     share: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SHARE", ""), repr=False)
     handoff: bool = True
     measure_replay: bool = False
+    canary_limit: float | None = None
+    coarse_limit: float = COARSE
+    refresh_every: int = 0
 
     def __post_init__(self) -> None:
         preset(self.precision)
         check_secret(self.secret)
         if self.layout not in LAYOUTS:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
-        if self.budget_bytes < 0:
-            raise InvalidSetting(f"budget_bytes must not be negative: {self.budget_bytes}")
+        if self.budget_bytes < 0 or self.refresh_every < 0:
+            raise InvalidSetting(
+                f"budget_bytes ({self.budget_bytes}) and refresh_every ({self.refresh_every}) must not be negative"
+            )
+        if not self.coarse_limit > 0 or not (self.canary_limit is None or self.canary_limit > 0):  # nor NaN
+            raise InvalidSetting(
+                f"canary_limit ({self.canary_limit}) and coarse_limit ({self.coarse_limit}) must be above 0"
+            )

@@ -5,10 +5,11 @@ both sides, so that only what the receiver lacks needs to travel, and another te
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.package import Step, crop
+from qkvshare_agents.page import Page
 from qkvshare_agents.page_store import PageStore
 from qkvshare_agents.prefix_tree import Node, chained_key, path, remove
 
@@ -70,6 +71,45 @@ class SharedPageStore(PageStore):
                 return False
             start += step.tokens
         return True
+
+    def lineup(self, ids: Sequence[int], steps: Sequence[Step]) -> tuple[list[tuple[Page, int]], int]:
+        """Pages for `steps`, those that did not travel from here: (page, tokens of it) run by run, as far as they
+        come. And how many of the runs are not stored here."""
+        run, start, new, window = tuple(ids), 0, 0, self.window
+        end = sum(step.tokens for step in steps)
+        runs: list[tuple[Page, int]] = []
+        with self._lock:
+            node: Node | None = self._root
+            for step in steps:
+                node = _stored(node, run[start : start + step.tokens], step.sealed) if node else None
+                page = step.page or (node.page if node else None)
+                seen = window is not None and window.sees(start, start + step.tokens, (end,))
+                if page is None or (seen and window is not None and not page.holds(window.layers)):
+                    break
+                runs.append((page, step.tokens))
+                start, new = start + step.tokens, new + (node is None)
+        return runs, new
+
+    def renew(self, ids: Sequence[int], make_page: Callable[[int, int, bool], Page]) -> int:
+        """Replace those pages under `ids` that handoffs lie behind; returns how many. make_page: as for `extend`.
+
+        Conversations that share a run read its new page from now on; what they computed behind the old one stays.
+        """
+        with self._lock:
+            found, start = self._find(tuple(ids)), 0
+        made: list[tuple[Node, int, Page]] = []
+        for node, (page, tokens) in zip(found.nodes, found.runs, strict=True):
+            if page.hops:
+                made.append((node, tokens, make_page(start, start + tokens, node.sealed)))
+            start += tokens
+        with self._lock:
+            for node, tokens, page in made:
+                if tokens == len(node.ids):
+                    node.page = page
+                elif node.sealed and node.parent is not None:
+                    self._child(node.parent, node.ids[:tokens], page)
+            self._evict()
+        return len(made)
 
     def graft(self, ids: Sequence[int], steps: Sequence[Step], owners: Sequence[str] = ()) -> int:
         """Store the steps' pages under `ids`; returns how many leading ids can be continued from now.

@@ -92,15 +92,18 @@ class SharingHost(Host):
         except TransportError as error:
             self._paused_until = time.monotonic() + _PAUSE_S
             return Arrival((f"KV of other processes was not looked for over {self._transport.name}: {error}",))
-        reasons: tuple[str, ...] = ()
-        ms, nbytes = 0.0, 0
+        ms, nbytes, taken, alarms = 0.0, 0, Arrival(), tuple[str, ...]()
         for package, arrival in self._with_parts(key):
-            reasons, ms, nbytes = arrival.reasons, ms + arrival.transfer_ms, nbytes + arrival.moved_bytes
+            ms, nbytes = ms + arrival.transfer_ms, nbytes + arrival.moved_bytes
+            spent, taken = taken.canary_ms, arrival
             if package:
                 owners = self._owners(turn, package)
                 hidden = turn.access.readers is not None and not owners
-                reasons = (turn.access.reason,) if hidden else self.adopt(package, owners)
-        return Arrival(reasons, ms, nbytes)
+                taken = Arrival((turn.access.reason,)) if hidden else self.take(package, owners)
+            taken = replace(taken, canary_ms=taken.canary_ms + spent)
+            alarms += taken.reasons if taken.alarmed else ()
+        reasons = tuple(dict.fromkeys((*alarms, *taken.reasons)))
+        return replace(taken, reasons=reasons, transfer_ms=ms, moved_bytes=nbytes, alarmed=bool(alarms))
 
     def _with_parts(self, key: str) -> Iterator[tuple[Package | None, Arrival]]:
         """The package under `key`, behind those that hold pages which it leaves out and which are not here."""

@@ -14,7 +14,8 @@ class Start:
     """A turn that is planned and has its handed-over KV in place.
 
     store, owners: where and for whom its KV may be kept, if anywhere. state: what it continues from beside the pages
-    of `match`; snapshots: taken on the way, by tokens.
+    of `match`; snapshots: taken on the way, by tokens. hops: how many handoffs lie between the text and what this turn
+    computes. renews: stored pages of these tokens are replaced.
     """
 
     run: Run
@@ -24,6 +25,8 @@ class Start:
     owners: tuple[str, ...] = ()
     import_ms: float = 0.0
     state: Snapshot | None = None
+    hops: int = 0
+    renews: bool = False
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
     @property

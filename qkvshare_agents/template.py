@@ -20,8 +20,15 @@ from qkvshare_agents.errors import UnsupportedModel
 
 __all__ = ["Encoder", "Ids", "Template"]
 
+# Takes the place of transformers' clock. A prefix with today's date would die at midnight.
+_CLOCK = (
+    "{%- macro strftime_now(format) -%}{%- set told = namespace(text=format) -%}"
+    "{%- for directive, value in frozen_date.items() -%}"
+    "{%- set told.text = told.text.replace(directive, value) -%}"
+    "{%- endfor -%}{{- told.text -}}{%- endmacro -%}{{- '' }}"
+)
+_DIRECTIVES = [f"%{flag}{letter}" for letter in "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZf" for flag in ("-", "")]
 _SYSTEM, _USER, _ANSWER, _NEXT = "Qzsystem7Qz", "Qzuser7Qz", "Qzanswer7Qz", "Qznext7Qz"
-_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _TOOL_NAME = "Qztool7Qz"
 _TOOL = {
     "type": "function",
@@ -54,8 +61,12 @@ class Template:
                 "the tokenizer has no chat template; use an instruct or chat model, or set tokenizer.chat_template"
             )
         self._tokenizer = tokenizer
-        self._date = date or datetime.date.today()  # frozen: a prefix with today's date would die at midnight
-        self._options = {"enable_thinking": thinking, "date_string": self._date.strftime("%d %b %Y")}
+        self._date = date or datetime.date.today()
+        self._options: dict[str, Any] = {
+            "enable_thinking": thinking,
+            "date_string": self._date.strftime("%d %b %Y"),
+            "frozen_date": {"%%": "\0", **{d: self._date.strftime(d) for d in _DIRECTIVES}, "\0": "%"},
+        }
         chat = [_message("user", _USER), _message("assistant", _ANSWER), _message("user", _NEXT)]
         head, opened, close, turn = _split(self._render(chat, generate=True), _USER, _ANSWER, _NEXT)
         ended = _split(self._render(chat[:2]), _ANSWER)[1]
@@ -175,7 +186,7 @@ class Template:
             return self._tokenizer.apply_chat_template(
                 chat,
                 tools=tools or None,
-                chat_template=_CLOCK.sub(lambda form: repr(self._date.strftime(form[2])), source),
+                chat_template=(_CLOCK if "strftime_now" in source else "") + source,
                 tokenize=False,
                 add_generation_prompt=generate,
                 **self._options,

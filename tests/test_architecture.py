@@ -13,7 +13,7 @@ RANKS = {
     "codec": 1, "page": 2, "snapshot": 2, "page_store": 4, "kv_cache": 3, "layers": 4, "settings": 4, "engine": 5,
     "turn": 5, "rotation": 6, "speech": 6, "payload": 1, "memory": 1, "integrity": 1, "container": 2, "manifest": 3,
     "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 7, "inspection": 6, "exchange": 6,
-    "span": 1, "checks": 1, "prefix_tree": 3,  # what pages, packages and the store are made of
+    "span": 1, "checks": 1, "drift": 1, "prefix_tree": 3,  # what pages, packages and the store are made of
     "host": 8, "courier": 9, "sharing": 10, "registry": 11, "eval": 12, "cli": 13,
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}

@@ -20,6 +20,7 @@ from support import stacked
 
 from qkvshare_agents import container, integrity, manifest
 from qkvshare_agents import package as package_module
+from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import CodecError, InvalidSetting, PackageError
 from qkvshare_agents.memory import Blocks
 from qkvshare_agents.package import Package, crop, inspect, read
@@ -222,6 +223,7 @@ GOLDEN = Package(
     id="0f" * 16,
     created_ms=1_700_000_000_000,
     expires_ms=1_700_000_600_000,
+    canary=Canary(((300, 7),), ((-105_361, -2_995_732),)),
 )
 
 
@@ -238,6 +240,7 @@ def test_golden_bytes() -> None:
     got = read(Payload([data]), secret=SECRET, now_ms=1_700_000_000_001)
     assert (got.ids, got.ledger) == (GOLDEN.ids, GOLDEN.ledger)
     assert got.steps[0].page.values[0].native.tolist() == [[[[0.5, 0.25]]]]
+    assert got.canary == GOLDEN.canary
 
 
 def test_format_version_and_kind_are_refused_by_name() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from qkvshare_agents import registry
 from qkvshare_agents.access import Access
 from qkvshare_agents.errors import HostConflict, InvalidSetting
 from qkvshare_agents.host import Host, HostSettings
-from qkvshare_agents.package import Package
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.sharing import SharingHost
 from qkvshare_agents.transcript import Message
@@ -206,13 +206,9 @@ def test_packages_of_others_can_not_name_endless_parts(folder: Path) -> None:
     say(a, "a", messages)
     key = next(ShmTransport().files()).key
     package = a.export(Turn(a.roster.members("")["b"], "", tuple(messages)))
-    bare = Package(
-        package.ids,
-        tuple(type(s)(s.tokens, s.key, s.sealed, None) if s.sealed else s for s in package.steps),
-        package.fingerprint,
-        package.groups,
-        metadata={"parts": " ".join(["../../etc/passwd", "*", key, *(f"{i:032x}" for i in range(10_000))])[:60_000]},
-    )
+    named = " ".join(["../../etc/passwd", "*", key, *(f"{i:032x}" for i in range(10_000))])[:60_000]
+    steps = tuple(replace(step, page=None) if step.sealed else step for step in package.steps)
+    bare = replace(package, steps=steps, metadata={"parts": named}, id="0" * 32)
     ShmTransport().delete(key)
     ShmTransport().put(key, bare.write())
     started = time.monotonic()

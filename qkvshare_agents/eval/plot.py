@@ -28,12 +28,14 @@ def frontier(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Write `picture(result)`; the format follows from the name.
+    """Write `picture(result)`, see `save`. Raises MissingDependency without matplotlib."""
+    save(picture(result), path)
 
-    Raises InvalidSetting for a name that matplotlib knows no format for, MissingDependency without matplotlib.
-    """
+
+def save(figure: Any, path: str) -> None:
+    """Write a matplotlib figure; the format follows from the name. Raises InvalidSetting if it names none."""
     try:
-        picture(result).savefig(path, dpi=150)
+        figure.savefig(path, dpi=150)
     except ValueError as error:
         raise InvalidSetting(f"no plot can be written to {path!r}: {error}") from error
 

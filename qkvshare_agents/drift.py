@@ -1,0 +1,106 @@
+"""Whether handed-over KV says what its sender's said: canaries.
+
+A canary is what the sender's model expects next behind each of a few last tokens, read behind the very pages that it
+sends. The receiver reads these tokens again behind the pages that came, all in one forward, and compares. Both
+decode the same bytes, so that right KV agrees up to rounding, however few bits it has, and everything else shows:
+another position, layer, text or model, or damage. One token would not do: where the text leaves no choice, a wrong
+cache gives the right answer, too.
+
+At the sender the same forward shows whether the pages are too coarse: it is compared with what the turn that computed
+the KV expected, behind its native cache.
+
+A canary finds faults. It can't find a lie by someone who has the model and computes the canary of the lie.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WATCHED = 4  # tokens whose distributions are compared
+LIKELIEST = 16  # tokens of each distribution that travel
+UNITS_PER_NAT = 1_000_000  # log-probabilities are whole numbers: the manifest holds no fractions
+# How far KV may be off its canary, in nats per token: rounding differs from machine to machine, in 16 bits by more
+LIMIT, LIMIT_16_BIT = 1e-6, 5e-3
+COARSE = 0.5  # nats per token by which packed KV may be off native KV before it leaves
+LIMITS_MIXED = {8: 5e-3, 4: 0.1, 3: COARSE, 2: COARSE}
+_LEAST = -100.0  # nats
+_KEPT = 4096
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What a model expected behind each of its last tokens; the last row stands behind the last of them.
+
+    ids: per row the likeliest tokens, likeliest first. logs: their log-probabilities in millionths of a nat.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    logs: tuple[tuple[int, ...], ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def last(self, tokens: int) -> "Canary":
+        return Canary(self.ids[-tokens:], self.logs[-tokens:])
+
+
+def canary_of(logits: Tensor) -> Canary:
+    """logits [N, V]: behind each of the last N tokens."""
+    top = logits.float().log_softmax(-1).topk(min(LIKELIEST, logits.shape[-1]))
+    units = (top.values.clamp(_LEAST, 0) * UNITS_PER_NAT).round().long()
+    return Canary(tuple(map(tuple, top.indices.tolist())), tuple(map(tuple, units.tolist())))
+
+
+def divergence(canary: Canary, logits: Tensor) -> float:
+    """Mean KL(sender || receiver) in nats over the rows of logits [N, V]; all other tokens are one. NaN for NaN."""
+    found = logits.double().log_softmax(-1).cpu()
+    total = 0.0
+    for ids, logs, row in zip(canary.ids, canary.logs, found, strict=True):
+        p = torch.tensor(logs, dtype=torch.float64) / UNITS_PER_NAT
+        q = row[torch.tensor(ids)]
+        rest_p, rest_q = (float((1 - x.exp().sum()).clamp_min(1e-6)) for x in (p, q))
+        total += float((p.exp() * (p - q)).sum()) + rest_p * float(torch.tensor(rest_p / rest_q).log())
+    return total / canary.tokens
+
+
+def default_limit(dtype: torch.dtype, widths: Collection[int] = ()) -> float:
+    """In nats per token, for a model of this dtype.
+
+    widths: of all pages, if some are the receiver's own: these have other rounding errors than the sender's.
+    """
+    exact = LIMIT if dtype == torch.float32 else LIMIT_16_BIT
+    return max(exact, LIMITS_MIXED[min(widths)]) if widths else exact
+
+
+class Canaries:
+    """What turns expected, by the ids that they ended with; the oldest go. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, Canary] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, ids: Sequence[int], canary: Canary) -> None:
+        """`ids`: all tokens up to the canary's last row."""
+        with self._lock:
+            self._kept[_name(ids)] = canary
+            self._kept.move_to_end(_name(ids))
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+
+    def find(self, ids: Sequence[int]) -> Canary | None:
+        with self._lock:
+            return self._kept.get(_name(ids))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+
+
+def _name(ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(b"".join(i.to_bytes(8, "little") for i in ids)).digest()

@@ -1,0 +1,484 @@
+"""Handed-over KV says what its sender's said, or is not used; KV that came far is computed anew."""
+
+import json
+import math
+from dataclasses import replace
+
+import packages
+import pytest
+import torch
+from support import tiny_engine
+
+from qkvshare_agents import manifest, package
+from qkvshare_agents.courier import Courier
+from qkvshare_agents.drift import (
+    LIKELIEST,
+    UNITS_PER_NAT,
+    WATCHED,
+    Canaries,
+    Canary,
+    canary_of,
+    default_limit,
+    divergence,
+)
+from qkvshare_agents.errors import InvalidSetting, PackageError
+from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.package import Package
+from qkvshare_agents.page import Page, Part
+from qkvshare_agents.payload import Payload
+from qkvshare_agents.report import Arrival
+from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.transcript import Message
+from qkvshare_agents.transport.local import LocalTransport
+from qkvshare_agents.turn import Turn
+
+TASK = Message("user", "Say something long enough to fill a page or two of the cache, and then some more. " * 4, "user")
+OTHER = Message("user", "def add(a, b): return a + b; def test_add(): assert add(1, 2) == 3; TERMINATE " * 4, "user")
+ENGINE = tiny_engine()
+NAMES = ("a", "b")
+
+
+def host(**settings: object) -> Host:
+    made = Host(HostSettings("tiny", **{"precision": "safe", "secret": "", **settings}), ENGINE)
+    for name in NAMES:
+        made.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    return made
+
+
+def turn(name: str, *messages: Message, tokens: int = 24, **fields: object) -> Turn:
+    member = host_for_members.roster.members("")[name]
+    return Turn(member, "", messages, Sampling(max_tokens=tokens), **fields)
+
+
+def say(on: Host, name: str, messages: list[Message], **fields: object) -> list[Message]:
+    answer = on.submit(turn(name, *messages, **fields)).result()
+    return [*messages, Message("assistant", answer.text, name)]
+
+
+def sent(task: Message = TASK, **settings: object) -> tuple[Host, list[Message], Package]:
+    a = host(**settings)
+    messages = say(a, "a", [task])
+    return a, messages, a.export(turn("b", *messages))
+
+
+def carried(out: Package) -> Package:
+    return package.read(Payload([b"".join(out.write().pieces)]))
+
+
+host_for_members = host()
+
+
+# Canaries
+
+
+def test_equal_distributions_do_not_diverge_and_others_do() -> None:
+    logits = torch.randn(WATCHED, 500, generator=torch.Generator().manual_seed(1)) * 4
+    canary = canary_of(logits)
+    assert canary.tokens == WATCHED and {len(row) for row in canary.ids} == {LIKELIEST}
+    assert abs(divergence(canary, logits)) < 1e-5
+    assert divergence(canary, logits + 0.1 * torch.randn_like(logits)) < 0.05 < divergence(canary, logits.flip(1))
+    assert math.isnan(divergence(canary, logits * math.nan))
+
+
+def test_the_rest_of_the_vocabulary_counts_as_one_token() -> None:
+    """Computed by hand: two tokens travel, the other eight are one."""
+    p, q = [0.5, 0.3, *[0.025] * 8], [0.25, 0.25, *[0.0625] * 8]
+    canary = Canary(((0, 1),), (tuple(round(math.log(x) * UNITS_PER_NAT) for x in p[:2]),))
+    by_hand = 0.5 * math.log(2) + 0.3 * math.log(0.3 / 0.25) + 0.2 * math.log(0.2 / 0.5)
+    assert divergence(canary, torch.tensor([q]).log()) == pytest.approx(by_hand, abs=1e-5)
+
+
+def test_a_small_vocabulary_and_certain_tokens() -> None:
+    assert divergence(canary_of(torch.zeros(1, 3)), torch.zeros(1, 3)) == pytest.approx(0, abs=1e-5)
+    certain = torch.full((1, 50), -1e4)
+    certain[0, 7] = 0.0
+    canary = canary_of(certain)
+    assert min(canary.logs[0]) == -100 * UNITS_PER_NAT
+    assert divergence(canary, certain) == pytest.approx(0, abs=1e-4)
+    assert divergence(canary, certain.roll(1, 1)) > 10
+
+
+def test_canaries_are_found_by_exactly_their_ids() -> None:
+    kept = Canaries()
+    kept.keep((1, 23), canary_of(torch.zeros(2, 30)))
+    assert kept.find([1, 23]) == canary_of(torch.zeros(2, 30))
+    assert kept.find((12, 3)) is None and kept.find((1,)) is None
+    kept.clear()
+    assert kept.find((1, 23)) is None
+
+
+# In the package
+
+
+def test_a_package_carries_its_canary() -> None:
+    _, _, out = sent()
+    assert out.canary and out.canary.tokens == WATCHED
+    assert carried(out).canary == out.canary
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (lambda c: c | {"ids": [[-1, 2]]}, "canary id"),
+        (lambda c: c | {"ids": [[True, 2]]}, "canary id"),
+        (lambda c: c | {"ids": [[2**31, 2]]}, "canary id"),
+        (lambda c: c | {"ids": [[2, 2]]}, "different ids"),
+        (lambda c: c | {"logs": [[-2_000_000, -1_000_000]]}, "descending"),
+        (lambda c: c | {"logs": [[-100_000, -100_000]]}, "distribution"),
+        (lambda c: c | {"logs": [[1, -1]]}, "log-probability"),
+        (lambda c: c | {"logs": [[-700_000, -(2**60)]]}, "log-probability"),
+        (lambda c: c | {"logs": [[-700_000]]}, "different ids"),
+        (lambda c: {"ids": [], "logs": []}, "at least one row"),
+        (lambda c: {"ids": [[1]] * 2, "logs": [[-1]]}, "at least one row"),
+        (lambda c: {"ids": [[1]] * 65, "logs": [[-1]] * 65}, "at most 64"),
+        (lambda c: {"ids": [[1]] * 40, "logs": [[-1]] * 40}, "each of the 37 tokens"),
+        (lambda c: {"ids": [list(range(300))], "logs": [[-9_000_000] * 300]}, "at most 256"),
+        (lambda c: {"ids": [7], "logs": [7]}, "canary row"),
+        (lambda c: [], "canary has"),
+        (lambda c: c | {"more": 1}, "canary has"),
+    ],
+)
+def test_canaries_that_are_none_are_refused(edit, why: str) -> None:
+    canary = Canary(((4, 2),), ((-700_000, -1_000_000),))
+    out = packages.package(packages.pages(packages.PRECISIONS[0]), canary=canary)
+    head = package.inspect(out.write())[0]
+    told = json.loads(head.metadata["manifest"])
+    assert manifest.read(json.dumps(told)).canary == canary
+    assert manifest.read(json.dumps(told | {"canary": None})).canary is None
+    with pytest.raises(PackageError, match=why):
+        manifest.read(json.dumps(told | {"canary": edit(told["canary"])}))
+
+
+# At the receiver
+
+
+@pytest.mark.parametrize("precision", ["native", "safe", "default", "small", "tiny"])
+@pytest.mark.parametrize("tokens", [1, 3, 24])
+def test_right_kv_comes_in_and_the_report_says_how_far_it_was_off(precision: str, tokens: int) -> None:
+    a, b = host(precision=precision), host(precision=precision, canary_limit=None)
+    messages = say(a, "a", [TASK], tokens=tokens)
+    arrival = b.take(carried(a.export(turn("b", *messages))))
+    assert arrival.reasons == () and arrival.canary_nats is not None and arrival.canary_ms > 0
+    say(b, "b", messages, arrival=replace(arrival, moved_bytes=1))
+    (report,) = b.reports
+    assert (report.mode.value, report.source, report.canary_nats) == ("KV", "a", arrival.canary_nats)
+    assert abs(arrival.canary_nats) < 1e-6
+
+
+def pages_of(out: Package, **changed: object) -> Package:
+    return replace(out, steps=tuple(replace(step, **changed) for step in out.steps))
+
+
+def on_pages(out: Package, edit) -> Package:
+    return replace(out, steps=tuple(replace(step, page=edit(step.page)) for step in out.steps))
+
+
+def of_other_text(out: Package) -> Package:
+    """Another conversation's pages under these ids: every length and every digest is right."""
+    return of_text(out, OTHER)
+
+
+def of_text(out: Package, task: Message) -> Package:
+    _, _, other = sent(task)
+    pages = iter([step.page for step in other.steps if step.sealed] * 9)
+    tail = next(step.page for step in out.steps if not step.sealed)
+    steps = [replace(step, page=next(pages) if step.sealed else tail) for step in out.steps]
+    return replace(out, steps=tuple(steps))
+
+
+def layers_swapped(out: Package) -> Package:
+    def edit(page: Page) -> Page:
+        return _mapped(page, lambda tensor: tensor.flip(0).contiguous())
+
+    return on_pages(out, edit)
+
+
+def a_few_tokens_later(out: Package) -> Package:
+    """The same text behind two more words: every page holds what stands some tokens before."""
+    return of_text(out, replace(TASK, text=f"By the way: {TASK.text}"))
+
+
+def damaged(out: Package) -> Package:
+    def edit(page: Page) -> Page:
+        return _mapped(page, lambda t: t ^ 0x55 if t.dtype == torch.uint8 else t)
+
+    return on_pages(out, edit)
+
+
+def one_layer_of_one_page(out: Package) -> Package:
+    def edit(page: Page) -> Page:
+        if page is not out.steps[0].page:
+            return page
+        (values,) = page.values
+        codes = values.packed.codes.clone()
+        codes[1] ^= 0xFF
+        return replace(page, values=(replace(values, packed=replace(values.packed, codes=codes)),))
+
+    return on_pages(out, edit)
+
+
+def of_another_model(out: Package) -> Package:
+    other = Host(HostSettings("tiny", secret=""), tiny_engine(seed=7))
+    for name in NAMES:
+        other.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    other.ledger.record(out.ledger[0][0], out.ids[out.ledger[0][1] : out.ledger[0][2]])
+    messages = [TASK, Message("assistant", out.ledger[0][0], "a")]
+    say(other, "b", messages)
+    came = other.export(turn("b", *messages))
+    assert came.ids == out.ids
+    pages = [page for step in came.steps if (page := step.page)]
+    return replace(out, steps=tuple(replace(step, page=page) for step, page in zip(out.steps, pages, strict=False)))
+
+
+def _mapped(page: Page, edit) -> Page:
+    def part(p: Part) -> Part:
+        if not p.packed:
+            return replace(p, native=edit(p.native))
+        minimum = None if p.packed.minimum is None else edit(p.packed.minimum)
+        packed = replace(p.packed, codes=edit(p.packed.codes), scale=edit(p.packed.scale), minimum=minimum)
+        return Part(p.layers, None if p.native is None else edit(p.native), packed)
+
+    return replace(page, keys=tuple(map(part, page.keys)), values=tuple(map(part, page.values)))
+
+
+LIES = [of_other_text, a_few_tokens_later, layers_swapped, damaged, one_layer_of_one_page, of_another_model]
+
+
+@pytest.mark.parametrize("precision", ["safe", "default"])
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("secret", ["", packages.SECRET])
+def test_a_well_formed_lie_is_caught_and_leaves_nothing(lie, precision: str, secret: str) -> None:
+    """All digests are right: it was written that way."""
+    _, messages, out = sent(precision=precision)
+    b, alone = (host(precision=precision, secret=secret, handoff=handoff) for handoff in (True, False))
+    came = package.read(Payload([b"".join(lie(out).write(secret=secret).pieces)]), secret=secret)
+    arrival = b.take(came)
+    assert arrival.alarmed and "not used" in arrival.reasons[0]
+    assert b.store.page_count == 0 and b.store.held(out.ids) == ()
+    assert b.ledger.find(messages[-1].text) is None
+    said = say(b, "b", messages, arrival=arrival)
+    (report,) = b.reports
+    assert report.mode.value == "TEXT" and report.reasons[0] == arrival.reasons[0]
+    assert report.canary_nats == arrival.canary_nats
+    assert said == say(alone, "b", messages)
+
+
+def test_a_package_without_a_canary_is_not_believed() -> None:
+    _, _, out = sent()
+    b = host()
+    assert "no canary" in b.adopt(replace(out, canary=None))[0]
+    assert b.store.page_count == 0
+    assert "has not" in b.adopt(replace(out, id="0" * 32, canary=Canary(((10_000,),), ((-1,),))))[0]
+
+
+def test_the_limit_can_be_set_and_switched_off() -> None:
+    _, _, out = sent(precision="tiny")
+    wrong = of_other_text(out)
+    assert host().take(carried(wrong)).alarmed
+    assert host(canary_limit=100.0).take(carried(wrong)).reasons == ()
+    assert host(canary_limit=math.inf).take(carried(wrong)) == Arrival()
+    for name in ("canary_limit", "coarse_limit"):
+        for limit in (0.0, -1.0, math.nan):
+            with pytest.raises(InvalidSetting, match=name):
+                HostSettings("tiny", **{name: limit})
+
+
+def test_what_is_here_is_not_doubted_again() -> None:
+    """A package that brings nothing new is not compared; pages that it leaves out count with those it brings."""
+    a, messages, out = sent()
+    b = host()
+    assert b.take(carried(out)).canary_nats is not None
+    assert b.take(carried(a.export(turn("b", *messages)))).canary_nats is None
+    longer = say(a, "a", [*messages, Message("user", "Go on. " * 40, "user")])
+    more = a.export(turn("b", *longer), have=b.store.held(out.ids))
+    assert any(step.page is None for step in more.steps)
+    arrival = b.take(carried(more))
+    assert arrival.reasons == () and arrival.canary_nats is not None
+    alarmed = host()
+    assert "came over" in alarmed.adopt(carried(more))[0] and alarmed.store.page_count == 0
+
+
+def test_forwarded_kv_keeps_its_first_canary() -> None:
+    _, messages, out = sent(precision="tiny")
+    b, c = host(), host()
+    b.adopt(carried(out))
+    forwarded = b.export(turn("b", *messages))
+    assert forwarded.canary == out.canary
+    assert c.adopt(carried(forwarded)) == ()
+
+
+def test_where_no_turn_ended_the_canary_is_computed() -> None:
+    """The next agent sees less of the answer than was generated."""
+    a = host(precision="native")
+    messages = say(a, "a", [TASK])
+    out = a.export(turn("b", TASK, replace(messages[-1], text=messages[-1].text[:20])))
+    assert out.canary and out.canary.tokens == WATCHED
+    assert a.canaries.find(out.ids) is None
+    assert host().adopt(carried(out)) == ()
+
+
+def test_own_pages_have_their_own_rounding() -> None:
+    """Where the receiver has read some of the text itself, its pages are not the sender's, and the limit is wider."""
+    _, messages, out = sent(precision="default")
+    b = host(precision="default")
+    edited = replace(TASK, text=TASK.text[:200])
+    say(b, "a", [edited])
+    sharp = say(b, "a", [TASK])
+    assert sharp == messages
+    b.store._root.children[0].children.clear()  # the rest was evicted
+    here = b.store.held(out.ids)
+    assert here
+    steps = tuple(replace(step, page=None) if step.key in here else step for step in out.steps)
+    arrival = b.take(carried(replace(out, steps=steps)))
+    assert arrival.reasons == () and arrival.canary_nats is not None
+
+
+def test_default_limits() -> None:
+    assert default_limit(torch.float32) < default_limit(torch.bfloat16)
+    assert default_limit(torch.float32) < default_limit(torch.float32, {8}) < default_limit(torch.float32, {8, 4})
+    assert default_limit(torch.float32, set()) == default_limit(torch.float32)
+
+
+# Wider pages
+
+
+def couriers(**settings: object) -> tuple[Courier, Courier, Host, Host]:
+    a, b = host(precision="tiny", **settings), host(precision="tiny")
+    transport = LocalTransport()
+    return Courier(a, transport, deadline_ms=9999), Courier(b, transport, deadline_ms=9999), a, b
+
+
+def bits(runs) -> set[int]:
+    return {part.packed.bits for page, _ in runs for part in page.parts if part.packed}
+
+
+def test_kv_that_is_too_coarse_leaves_in_more_bits() -> None:
+    sender, receiver, a, b = couriers(coarse_limit=1e-6)
+    messages = say(a, "a", [TASK])
+    arrival = receiver.receive(sender.send(turn("b", *messages)).key)
+    assert arrival.reasons == ()
+    ids = a.prompt(turn("b", *messages)).ids
+    assert bits(a.store.match(ids).runs) == {3, 2} and bits(b.store.match(ids).runs) == {8}
+    say(b, "b", messages, arrival=arrival)
+    assert b.reports[0].mode.value == "KV"
+
+
+def test_kv_that_is_too_coarse_stays_when_nothing_wider_is_left() -> None:
+    sender, receiver, a, b = couriers(coarse_limit=1e-6)
+    messages = say(a, "a", [TASK])
+    say(a, "a", [OTHER])
+    sent = sender.send(turn("b", *messages))
+    assert sent.key == "" and "another turn ran" in sent.reasons[0]
+    say(b, "b", messages, arrival=receiver.receive(sent.key))
+    assert b.reports[0].mode.value == "TEXT" and "sent no KV" in b.reports[0].reasons[0]
+
+
+def test_on_alarm_the_sender_is_asked_for_wider_pages() -> None:
+    sender, receiver, a, b = couriers()
+    messages = say(a, "a", [TASK])
+    following = turn("b", *messages)
+    sender.post(damaged(a.export(following)), "k" * 32)
+    arrival = receiver.receive("k" * 32, ask=lambda: sender.send(following, wider=True).key)
+    assert not arrival.alarmed and arrival.canary_nats < 1e-5
+    assert "not used" in arrival.reasons[0] and "wider pages were asked for" in arrival.reasons[1]
+    assert bits(b.store.match(a.export(following).ids).runs) == {8}
+    say(b, "b", messages, arrival=arrival)
+    assert (b.reports[0].mode.value, b.reports[0].reasons) == ("KV", arrival.reasons)
+
+
+def test_a_second_alarm_is_text() -> None:
+    sender, receiver, a, b = couriers()
+    messages = say(a, "a", [TASK])
+    following = turn("b", *messages)
+    for key in ("k" * 32, "l" * 32):
+        sender.post(damaged(a.export(following)), key)
+    arrival = receiver.receive("k" * 32, ask=lambda: "l" * 32)
+    assert arrival.alarmed and len(arrival.reasons) == 2 and b.store.page_count == 0
+    say(b, "b", messages, arrival=arrival)
+    assert b.reports[0].mode.value == "TEXT"
+
+
+def test_wider_pages_of_safe_ones_are_native() -> None:
+    a, messages, out = sent(precision="safe")
+    wider = carried(a.export(turn("b", *messages), wider=True))
+    assert not any(part.packed for step in wider.steps for part in step.page.parts) and wider.ids == out.ids
+    assert host().adopt(wider) == ()
+    native = host(precision="native")
+    with pytest.raises(PackageError, match="as it was computed"):
+        native.export(turn("b", *say(native, "a", [TASK])), wider=True)
+
+
+# Hops and refresh
+
+
+def test_hops_count_handoffs_within_a_process() -> None:
+    one = host()
+    messages = [TASK]
+    for name in "abab":
+        messages = say(one, name, messages)
+    assert [report.hops for report in one.reports] == [0, 1, 2, 3]
+
+
+def test_hops_count_handoffs_between_processes_once() -> None:
+    sides, messages = (host(), host()), [TASK]
+    arrival = Arrival()
+    for hop in range(6):
+        here, there, name = sides[hop % 2], sides[1 - hop % 2], NAMES[hop % 2]
+        messages = say(here, name, messages, arrival=arrival)
+        assert here.reports[-1].hops == hop
+        out = here.export(turn(NAMES[1 - hop % 2], *messages))
+        arrival = replace(there.take(carried(out)), moved_bytes=1)
+        assert arrival.reasons == ()
+
+
+@pytest.mark.parametrize("precision", ["safe", "tiny"])
+def test_refresh_computes_far_travelled_kv_anew(precision: str) -> None:
+    one = host(precision=precision, refresh_every=3)
+    messages = [TASK]
+    for index in range(9):
+        messages = say(one, NAMES[index % 2], messages)
+    assert [report.hops for report in one.reports] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert [report.mode.value for report in one.reports] == ["TEXT", "KV", "KV", "KV", "TEXT", "KV", "KV", "KV", "TEXT"]
+    assert all("refresh_every=3" in one.reports[i].reasons[0] for i in (4, 8))
+    ids = one.prompt(turn("b", *messages)).ids
+    assert {page.hops for page, _ in one.store.match(ids).runs} == {0}
+
+
+def test_refreshed_kv_is_that_of_text_replay() -> None:
+    """Bit for bit: the same tokens, read at once, sealed anew in place of the old pages."""
+    one, fresh = host(precision="tiny", refresh_every=2), host(precision="tiny")
+    messages = [TASK]
+    for index in range(3):
+        messages = say(one, NAMES[index % 2], messages)
+    prompt = one.prompt(turn("b", *messages))
+    say(one, "b", messages)
+    for text in (m.text for m in messages[1:]):
+        fresh.ledger.record(text, one.ledger.find(text))
+    assert fresh.prompt(turn("b", *messages)).ids == prompt.ids
+    say(fresh, "b", messages)
+    ids = prompt.ids[: len(prompt.ids) // 64 * 64]
+    kvs = []
+    for which in (one, fresh):
+        kv = which.runner._working_cache(len(ids))
+        kv.load(which.store.match(ids).runs)
+        kvs.append([part.clone() for b in kv.span(0, kv.tokens).blocks for part in (b.keys, b.values)])
+    assert kvs[0][0].shape == kvs[1][0].shape
+    for mine, theirs in zip(*kvs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2)
+
+
+def test_a_branch_of_refreshed_pages_is_refreshed_once() -> None:
+    """The prompts part inside a page: the branch's slice must not bring the old page back."""
+    one = host(refresh_every=2)
+    messages = [TASK]
+    for index in range(3):
+        messages = say(one, NAMES[index % 2], messages)
+    edited = [*messages[:-1], replace(messages[-1], text=messages[-1].text[:30])]
+    for index in range(5):
+        edited = say(one, NAMES[(index + 1) % 2], edited)
+    assert [report.hops for report in list(one.reports)[3:]] == [0, 1, 2, 0, 1]
+
+
+def test_settings_of_hops_are_checked() -> None:
+    with pytest.raises(InvalidSetting, match="refresh_every"):
+        HostSettings("tiny", refresh_every=-1)
