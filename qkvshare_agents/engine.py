@@ -5,8 +5,9 @@
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,18 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.cache_utils import Cache
 
 from qkvshare_agents import fingerprint, models
-from qkvshare_agents.configuration import active_adapters, eos_ids, rope_switch_tokens
+from qkvshare_agents.configuration import active_adapters, eos_ids, narrowed, rope_switch_tokens
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
-from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of
+from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
 _PROBE_TOKENS = 12
-_LONGEST_PROBED_WINDOW = 1024  # tokens; so that loading stays a matter of seconds on a CPU
+_PROBED_WINDOW_TOKENS = 64  # wider ones are probed as if they were this wide, in seconds on a CPU
 # How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
 # anew with every longer call); or only as a whole, with no cache at all.
 Replay = Literal["chunks", "steps", "whole"]
@@ -197,10 +198,29 @@ class Engine:
     @torch.inference_mode()
     def _probe(self) -> str | None:
         """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
+        with self.narrowed():
+            refusal = self._probe_narrowed()
+        if self.shape:
+            self.shape = replace(self.shape, windows=windows_of(DynamicCache(config=self.config)))
+        return refusal
+
+    @contextmanager
+    def narrowed(self) -> Iterator[None]:
+        """Inside, the model looks back over short windows, for probes whose text is beyond any of them."""
+        shape = self.shape
+        with narrowed(self.model, _PROBED_WINDOW_TOKENS):
+            if shape:
+                self.shape = replace(shape, windows=windows_of(DynamicCache(config=self.config)))
+            try:
+                yield
+            finally:
+                self.shape = shape or self.shape
+
+    def _probe_narrowed(self) -> str | None:
         cache = DynamicCache(config=self.config)
-        name = self.config.model_type
-        if (window := longest_window(cache)) > _LONGEST_PROBED_WINDOW:
-            return f"a sliding window of {window} tokens is longer than what is probed ({_LONGEST_PROBED_WINDOW})"
+        name, window = self.config.model_type, longest_window(cache)
+        if window > _PROBED_WINDOW_TOKENS:
+            return f"{name} has a window of {window} tokens, which can't be probed"
         ids = self._probe_ids(window + _PROBE_TOKENS)  # a window shows only beyond its length
         try:
             self.has_state = has_state(kinds_of(cache))

@@ -148,7 +148,7 @@ def shape_of(cache: Cache) -> KVShape:
     """The KV's shape in a cache that has read something. Raises UnsupportedModel for what can't be stored."""
     alike: dict[tuple[int, int, int, int | None], list[int]] = {}
     kept: set[tuple[torch.dtype, torch.device]] = set()
-    windows: list[int | None] = []
+    count = 0
     for layer, kind in zip(cache.layers, kinds_of(cache), strict=True):
         if not kind.has_kv:
             continue
@@ -158,15 +158,15 @@ def shape_of(cache: Cache) -> KVShape:
         heads, value_heads, window = keys.shape[1], values.shape[1], getattr(layer, "sliding_window", None)
         if value_heads != heads:
             raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-        alike.setdefault((heads, keys.shape[3], values.shape[3], window), []).append(len(windows))
+        alike.setdefault((heads, keys.shape[3], values.shape[3], window), []).append(count)
         kept.add((keys.dtype, keys.device))
-        windows.append(window)
-    if not windows:
+        count += 1
+    if not count:
         return _without_attention(cache)
     if len(kept) != 1:
         raise UnsupportedModel(f"layers differ in dtype or device {kept}; they can't be handed over yet")
     groups = tuple(LayerGroup(tuple(layers), *sizes[:3]) for sizes, layers in alike.items())
-    return KVShape(groups, *kept.pop(), tuple(windows) if any(windows) else ())
+    return KVShape(groups, *kept.pop(), windows_of(cache))
 
 
 def _without_attention(cache: Cache) -> KVShape:
@@ -174,6 +174,13 @@ def _without_attention(cache: Cache) -> KVShape:
     if first is None or first.device is None:
         raise UnsupportedModel("no layer keeps keys and values or a state")
     return KVShape((), first.dtype, first.device)
+
+
+def windows_of(cache: Cache) -> tuple[int | None, ...]:
+    """Of each layer with KV, how many tokens it looks back over (None: all); empty if that holds for all of them."""
+    kinds = kinds_of(cache)
+    windows = [getattr(x, "sliding_window", None) for x, kind in zip(cache.layers, kinds, strict=True) if kind.has_kv]
+    return tuple(windows) if any(windows) else ()
 
 
 def longest_window(cache: Cache) -> int:

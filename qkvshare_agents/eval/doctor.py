@@ -36,10 +36,14 @@ def examine(engine: Engine, *, packed: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {"model": engine.name, "refusal": engine.refusal, **_layers(engine)}
     if engine.refusal or engine.shape is None:
         return found
+    with engine.narrowed():
+        return {**found, **_tried(engine, packed)}
+
+
+def _tried(engine: Engine, packed: bool) -> dict[str, Any]:
     shared, tails = _ids(engine)
     stored = _Stored(engine, shared, PRESETS["native"])
     return {
-        **found,
         "reading": "steps" if engine.reads_in_steps else "blocks",
         "one_token": _exact(engine, stored, shared, tails[0][:1]),
         "several_tokens": _exact(engine, stored, shared, tails[0]),
