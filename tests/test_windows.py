@@ -8,10 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedHost
-from support import tiny_engine
+from support import tiny_engine, tiny_tokenizer
 
-from qkvshare_agents import package
+from qkvshare_agents import package, rotation
 from qkvshare_agents.engine import Engine
+from qkvshare_agents.eval import families
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Page, Precision, keep_native, seal
@@ -29,6 +30,8 @@ ENGINES = {
     "mistral": tiny_engine("mistral", sliding_window=WINDOW),  # every layer
     "gemma3_text": tiny_engine("gemma3_text", sliding_window=WINDOW, head_dim=16, num_hidden_layers=6),
     "cohere2": tiny_engine("cohere2", sliding_window=WINDOW, num_hidden_layers=4),
+    # windows beside full attention of another shape, and layers that use others' KV
+    "gemma4_text": Engine(families.tiny_model("gemma4_text"), tiny_tokenizer(), name="gemma4_text"),
 }
 TASK = Message("user", "Write a function that adds two numbers, and then some more of them, please.", "user")
 
@@ -205,6 +208,20 @@ def test_pages_that_lost_their_windows_are_asked_for_again() -> None:
     assert b.adopt(carried(replace(out, id="1" * 32))) == ()
     assert say(b, "c", past) == "KV"
     b.assert_exact()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_packed_windows_travel_and_wider_ones_can_be_had(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotation, "rotation_helps", lambda engine: True)  # a scripted engine can't be probed
+    a, b = (scripted(ENGINES[kind], precision="tiny", canary_limit=50.0, coarse_limit=50.0) for _ in range(2))
+    messages = [TASK]
+    for i in range(6):
+        say(a, "ab"[i % 2], messages)
+    out = a.export(turn(a, "b", messages), wider=True)
+    widths = {part.packed.bits for step in out.steps for part in step.page.parts if part.packed}
+    assert widths == {8}
+    assert b.adopt(carried(out)) == ()
+    assert say(b, "b", messages) == "KV"
 
 
 # -- the store alone -----------------------------------------------------------------------------------------------
