@@ -51,10 +51,3 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     ):
         found += eos if isinstance(eos, list) else [eos] if eos is not None else []
     return found
-
-
-def active_adapters(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of LoRA adapters in effect (their weights are among the parameters)."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return ()
-    return tuple(model.active_adapters())

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qkvshare_agents import fingerprint, models
-from qkvshare_agents.configuration import active_adapters, eos_ids, narrowed, rope_switch_tokens
+from qkvshare_agents import models
+from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.identity import Identity
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
 from qkvshare_agents.snapshot import Snapshot
@@ -50,7 +51,7 @@ class Engine:
     refusal: why KV can't be handed over (then every turn is text replay), or None.
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
     has_state: some layers fold all tokens into a state that can't be cut.
-    cache_argument: what the model's forward calls its cache.
+    cache_argument: what the model's forward calls its cache. takes_positions: it can be told positions.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
@@ -59,10 +60,11 @@ class Engine:
         self.name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
         self.config = model.config.get_text_config()
         self.template = Template(tokenizer, thinking=thinking)
-        accepted = inspect.signature(model.forward).parameters
+        inner: Any = getattr(model, "get_base_model", lambda: model)()  # inside of what `peft` wraps around it
+        accepted = inspect.signature(inner.forward).parameters
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._keeps_logits = "logits_to_keep" in accepted
-        self._takes_positions = "position_ids" in accepted
+        self.takes_positions = "position_ids" in accepted
         self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.kv_limit_tokens = rope_switch_tokens(self.config)
         self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
@@ -72,8 +74,7 @@ class Engine:
         self.refusal = self._probe()
         if self.refusal:
             self._replay = self._probe_replay()
-        self._stamp: tuple[Any, ...] = ()
-        self._fingerprint: Fingerprint | None = None
+        self._identity = Identity(model, tokenizer)
 
     @classmethod
     def load(
@@ -103,20 +104,8 @@ class Engine:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the weights as they are now: taken again when a parameter was changed or a LoRA adapter loaded."""
-        stamp = self._weights_stamp()
-        if self._fingerprint is None or stamp != self._stamp:
-            template = getattr(self.tokenizer, "chat_template", "")
-            self._fingerprint = Fingerprint(
-                architecture=fingerprint.hash_config(self.config.to_dict()),
-                weights=fingerprint.hash_weights(self.model.state_dict().items()),
-                lora_adapters=str(active_adapters(self.model)),
-                dtype=str(self.model.dtype),
-                tokenizer=fingerprint.hash_text(self.tokenizer.backend_tokenizer.to_str()),
-                chat_template=fingerprint.hash_text(str(template)),
-            )
-            self._stamp = stamp
-        return self._fingerprint
+        """Of the weights as they are now: taken again when a parameter was changed, or other adapters are in effect."""
+        return self._identity.fingerprint
 
     @property
     def reads_in_steps(self) -> bool:
@@ -158,18 +147,38 @@ class Engine:
         return 1 if self._replay == "steps" and run.tokens else count
 
     @torch.inference_mode()
-    def logits(self, kv: KVCache, ids: Sequence[int], count: int) -> Tensor:
+    def logits(self, kv: KVCache, ids: Sequence[int], count: int, gap: int = 0) -> Tensor:
         """Logits [count, V] in float32 behind each of the last `count` of `ids`, read behind `kv` and then forgotten.
 
-        One forward for all of `ids`: for measurements, where the ids are known beforehand.
+        One forward for all of `ids`: for measurements, where the ids are known beforehand. gap: positions between.
         """
         before, run = kv.tokens, self.begin(kv)
+        run.tokens += gap
         try:
             if self._replay == "chunks" or not before:
                 return self._read(run, ids, count)
             return torch.cat([self._read(run, [i], 1) for i in ids])[-count:]
         finally:
             kv.crop(before)
+
+    @torch.inference_mode()
+    def read_alone(self, position: int) -> KVCache:
+        """KV of a token that is read at `position` behind nothing; behind others if the model counts by itself."""
+        assert self.shape is not None
+        token = self._probe_ids(2)[1]
+        run = self.begin(KVCache(self.shape))
+        assert run.kv is not None
+        if self.takes_positions:
+            run.tokens = position
+        elif position:
+            self._read(run, [token] * position, 1)
+        self._read(run, [token], 1)
+        return run.kv
+
+    def rotary_frequencies(self) -> list[tuple[float, ...]]:
+        """The different sets of rotary frequencies that the model holds, longest first."""
+        found = {tuple(b.float().tolist()) for name, b in self.model.named_buffers() if "inv_freq" in name}
+        return sorted(found, key=lambda frequencies: (-len(frequencies), frequencies))
 
     def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
         if run.kv is None:
@@ -187,7 +196,7 @@ class Engine:
         arguments: dict[str, Any] = {"use_cache": run.cache is not None}
         if run.cache is not None:
             arguments[self.cache_argument] = run.cache
-        if self._takes_positions:  # always explicit: some models forget the cache's length without them
+        if self.takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
         if self._keeps_logits:
             arguments["logits_to_keep"] = count
@@ -272,19 +281,3 @@ class Engine:
     def _agree(self, a: Tensor, b: Tensor) -> bool:
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
         return float((a - b).norm() / b.norm()) <= tolerance  # False for NaN
-
-    def _weights_stamp(self) -> tuple[Any, ...]:
-        """Changes when any weight is written to in place, replaced, or joined by a LoRA adapter's.
-
-        Writes through `.data`, as when an adapter is merged, move no version counter: one element of every
-        tensor is looked at, too.
-        """
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        versions = sum(t._version for t in tensors if not t.is_inference())
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                by_device.setdefault(tensor.device, []).append(tensor.detach()[tuple(n // 2 for n in tensor.shape)])
-        looked_at = [v for held in by_device.values() for v in torch.stack([t.float() for t in held]).tolist()]
-        places = hash(tuple(t.data_ptr() for t in tensors))
-        return len(tensors), versions, tuple(looked_at), places, active_adapters(self.model)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from qkvshare_agents import rotary
 from qkvshare_agents.drift import Canaries
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, HostClosed
@@ -20,6 +21,7 @@ from qkvshare_agents.ledger import Ledger, Roster
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Precision, preset
 from qkvshare_agents.report import Arrival, HandoffReport
+from qkvshare_agents.rotary import Rotary
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.runner import Runner
 from qkvshare_agents.settings import HostSettings
@@ -29,7 +31,6 @@ from qkvshare_agents.transcript import Prompt, lay_out
 from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
-_RESERVED_TOKENS = 512
 T = TypeVar("T")
 
 
@@ -44,6 +45,7 @@ class Host:
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
         self._engine = engine
         self._loading, self._settled = threading.Lock(), False
+        self.rotary = Rotary(refusal="handoff is switched off (handoff=False)")  # until the model is loaded
         self._store: SharedPageStore | None = None
         self.snapshots = SnapshotStore(settings.budget_bytes // 2)
         self.canaries = Canaries()
@@ -72,6 +74,7 @@ class Host:
                 _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
                 if self.settings.handoff:
                     self._precision = settle(self._precision, self._engine)
+                    self.rotary = rotary.of_stored(self._engine)
                 self._settled = True
             return self._engine
 
@@ -85,6 +88,11 @@ class Host:
         """How pages are sealed, with what the preset leaves to a probe of the model settled."""
         _ = self.engine
         return self._precision
+
+    @property
+    def context_tokens(self) -> int:
+        """That a prompt and its answer may take together."""
+        return min(self.engine.context_tokens, self.settings.context_tokens or self.engine.context_tokens)
 
     @property
     def store(self) -> SharedPageStore:

@@ -5,7 +5,7 @@ dequantizing into it does, and they have room for the tokens to come, so that no
 (transformers' own cache concatenates on every update).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,6 +102,16 @@ class KVCache:
             page.open_into(span if seen or window is None else span.without(window.layers))
             start += tokens
         self._lengths = [end] * self.shape.layers
+
+    def keep(self, start: int, wanted: Sequence[int]) -> None:
+        """Of the tokens from `start` on, keep only the `wanted`, counted from `start`, in their order."""
+        used, stop = self.tokens, start + len(wanted)
+        if stop < used:
+            index = torch.tensor(list(wanted), device=self.shape.device)
+            for block in self.span(start, used).blocks:
+                for part in (block.keys, block.values):
+                    part[:, :, : len(wanted)] = part.index_select(2, index)
+        self._lengths = [stop] * self.shape.layers
 
     def crop(self, tokens: int) -> None:
         """Forget what lies beyond the first `tokens` tokens."""

@@ -35,6 +35,8 @@ class HandoffReport:
     package that came before the turn; 0 within a process, where a handoff is a reference. quantize_ms: sealing what
     this turn added.
     replay_first_token_ms: text replay of the same tokens, measured right after the turn when asked for.
+    replay_kl: KL in nats of the first token to that of the replay, measured with it.
+    dropped_tokens: of the conversation, which did not fit into the context; prompt_tokens are without them.
     hops: how many handoffs lie between the text and this turn; 0 if it read all of it. canary_nats, canary_ms: of
     the package that came before the turn, see `Arrival`.
     """
@@ -54,6 +56,8 @@ class HandoffReport:
     quantize_ms: float
     total_ms: float
     replay_first_token_ms: float | None = None
+    replay_kl: float | None = None
+    dropped_tokens: int = 0
     hops: int = 0
     canary_nats: float | None = None
     canary_ms: float = 0.0
@@ -92,20 +96,22 @@ def table(reports: Sequence[HandoffReport]) -> "Table":
         if moved
         else ("quan-\ntize", "im-\nport", "first\ntoken")
     )
-    for name in ("tokens\nreused", "\nread", "KV\nMB", "of\nfp16", *times, "text\nreplay", "\n×"):
+    for name in ("hops", "tokens\nreused", "\nread", "KV\nMB", "of\nfp16", *times, "text\nreplay", "\n×"):
         shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
-    for hop, r in enumerate(reports, 1):
+    for turn, r in enumerate(reports, 1):
         replay, ratio = r.replay_first_token_ms, r.payload_ratio
         shown.add_row(
-            str(hop), r.agent, r.source or "-", r.mode.value, str(r.reused_tokens), str(r.prefilled_tokens),
+            str(turn), r.agent, r.source or "-", r.mode.value,
+            str(r.hops), str(r.reused_tokens), str(r.prefilled_tokens),
             f"{r.payload_bytes / 1e6:.1f}", "-" if ratio is None else f"{ratio:.2f}",
             *(f"{ms:.1f}" for ms in (r.quantize_ms, *([r.transfer_ms] if moved else []), r.import_ms)),
             f"{r.first_token_ms:.0f}",
             *(("-", "-") if replay is None else (f"{replay:.0f}", f"{replay / r.first_token_ms:.1f}")),
         )  # fmt: skip
-    notes = ["times in ms; text replay: first token when the same tokens are read again"]
+    notes = ["hops: handoffs that lie between the text and the KV"]
+    notes.append("times in ms; text replay: first token when the same tokens are read again")
     if not moved:
         notes.append("transfer: 0 ms, a handoff within one process is a reference")
-    notes += [f"{hop}: {reason}" for hop, r in enumerate(reports, 1) for reason in r.reasons]
+    notes += [f"{turn}: {reason}" for turn, r in enumerate(reports, 1) for reason in r.reasons]
     shown.caption, shown.caption_justify = "\n".join(notes), "left"
     return shown

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qkvshare_agents.assembly import Assembly
+from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import canary_of
-from qkvshare_agents.errors import Cancelled, CodecError, ContextOverflow
+from qkvshare_agents.encoder import Ids
+from qkvshare_agents.errors import Cancelled, CodecError
+from qkvshare_agents.fitter import whole
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
-from qkvshare_agents.page_store import NO_MATCH
 from qkvshare_agents.planner import Mode, plan, stale_after
+from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.report import HandoffReport
+from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start
+from qkvshare_agents.summary import Summaries
 from qkvshare_agents.transcript import Prompt, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
 
@@ -32,6 +38,8 @@ class Runner:
     def __init__(self, host: "Host") -> None:
         self._host = host
         self._kv: KVCache | None = None
+        self._composer = Composer(host)
+        self._summaries = Summaries(host)
         self._held: tuple[int, ...] = ()  # the ids whose KV the working cache still has, as the last turn used it
 
     def native(self, ids: Sequence[int]) -> KVCache | None:
@@ -55,17 +63,20 @@ class Runner:
     def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         engine = self._host.engine  # loading is no part of the turn
         started = time.perf_counter()
-        prompt = self._host.prompt(turn)
-        room = engine.context_tokens - len(prompt.ids)
-        if room < 1:
-            who = turn.speaker.label or "an agent"
-            raise ContextOverflow(
-                f"context length exceeded: {len(prompt.ids)} tokens and one to come > {engine.context_tokens} ({who})"
-            )
+        summed = self._summaries.shorten(turn, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
+        turn = summed.turn
+        fitted = self._composer.fit(turn, self._host.prompt(turn), self._refusal(self._host.context_tokens))
+        prompt, room = fitted.prompt, self._host.context_tokens - fitted.tokens
         longest = min(turn.sampling.max_tokens or room, room)
-        start = self._begin(prompt, longest, turn)
+        if fitted.source is None:
+            start = self._begin(prompt, longest, turn)
+        else:
+            start = self._composer.assemble(fitted, turn, self._working_cache(fitted.tokens + _RESERVED_TOKENS))
+        start = self._composer.splice(start, prompt, turn, cancelled)
         reused = start.plan.reused_tokens
-        logits = self._read(start, prompt, cancelled)
+        with self._composer.watching():
+            logits = self._read(start, prompt, cancelled)
+        first = logits if self._host.settings.measure_replay else None
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
@@ -78,17 +89,20 @@ class Runner:
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()
         noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = turn.arrival.reasons + start.plan.reasons + noticed + self._keep(start, prompt, speech.ids)
+        reasons = (*turn.arrival.reasons, *summed.reasons, *fitted.reasons, *start.plan.reasons, *noticed)
+        dropped_tokens = summed.dropped_tokens + fitted.dropped_tokens
+        reasons += self._keep(start, (*prompt.ids, *speech.ids), prompt, turn)
         quantize_ms = _ms_since(sealing)
         for key in ledger_keys(text, calls):
             self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
+        replay_ms, replay_kl = self._replay(whole(fitted), first) if first is not None else (None, None)
         report = HandoffReport(
             agent=turn.speaker.name,
-            source=prompt.last_answerer(reused),
-            mode=start.plan.mode,
+            source=prompt.last_answerer(start.covered),
+            mode=Mode.PARTIAL if dropped_tokens and start.plan.mode is Mode.KV else start.plan.mode,
             reasons=reasons,
-            prompt_tokens=len(prompt.ids),
+            prompt_tokens=fitted.tokens,
             reused_tokens=reused,
             generated_tokens=len(speech.ids),
             payload_bytes=start.payload_bytes,
@@ -98,14 +112,25 @@ class Runner:
             first_token_ms=first_ms,
             quantize_ms=quantize_ms,
             total_ms=total_ms,
-            replay_first_token_ms=self._replay_ms(prompt) if self._host.settings.measure_replay else None,
+            replay_first_token_ms=replay_ms,
+            replay_kl=None if fitted.dropped_tokens else replay_kl,
+            dropped_tokens=dropped_tokens,
             hops=start.hops,
             canary_nats=turn.arrival.canary_nats,
             canary_ms=turn.arrival.canary_ms,
         )
         self._host.reports.append(report)
-        handle = start.store.address((*prompt.ids, *speech.ids)) if start.store else ""
-        return Answer(text, thought, calls, speech.finish_reason, len(prompt.ids), len(speech.ids), report, handle)
+        handle = start.store.address(start.path((*prompt.ids, *speech.ids))) if start.store else ""
+        return Answer(text, thought, calls, speech.finish_reason, fitted.tokens, len(speech.ids), report, handle)
+
+    def _refusal(self, total: int) -> str | None:
+        """Why KV can't be handed over in a turn that may come to `total` tokens."""
+        engine = self._host.engine
+        if not self._host.settings.handoff:
+            return "handoff is switched off (handoff=False)"
+        if engine.kv_limit_tokens and total > engine.kv_limit_tokens:
+            return f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
+        return engine.refusal or (None if engine.shape else "the model's KV has no shape that can be stored")
 
     def _working_cache(self, tokens: int) -> KVCache:
         """Emptied, with room for `tokens`."""
@@ -119,13 +144,8 @@ class Runner:
 
     def _begin(self, prompt: Prompt, longest: int, turn: Turn) -> Start:
         """Plan the turn and put the KV that it reuses into the working cache."""
-        engine, total, access = self._host.engine, len(prompt.ids) + longest, turn.access
-        refusal = engine.refusal
-        if not self._host.settings.handoff:
-            refusal = "handoff is switched off (handoff=False)"
-        elif engine.kv_limit_tokens and total > engine.kv_limit_tokens:
-            refusal = f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
-        if refusal or engine.shape is None:
+        engine, access = self._host.engine, turn.access
+        if refusal := self._refusal(len(prompt.ids) + longest):
             return Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
         store = self._host.store
         ids = prompt.ids[:-1]  # one token must be run in any case
@@ -157,12 +177,13 @@ class Runner:
         hops = hops if match.tokens else 0
         import_ms = _ms_since(importing)
         return Start(
-            engine.begin(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale)
-        )
+            engine.begin(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale),
+            covered=match.tokens,
+        )  # fmt: skip
 
     def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
         """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
-        engine, position = self._host.engine, start.plan.reused_tokens
+        engine, position = self._host.engine, start.covered
         stops = [len(prompt.ids)]
         if engine.has_state and start.store and position < prompt.settled:
             stops.insert(0, prompt.settled)
@@ -177,49 +198,64 @@ class Runner:
                 start.snapshots[stop] = state
             position = stop
 
-    def _keep(self, start: Start, prompt: Prompt, spoken: Sequence[int]) -> tuple[str, ...]:
+    def _keep(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:
             return ()
-
-        def make_page(first: int, stop: int, sealed: bool) -> Page:
-            span, precision = kv.span(first, stop), self._host.precision
-            if window and not window.sees(first, stop, points):
-                span = span.without(window.layers)
-            page = seal(span, precision, starts_sequence=first == 0) if sealed else keep_native(span)
-            return replace(page, hops=start.hops)
-
-        fed = (*prompt.ids, *spoken)[: start.run.tokens]  # the last token of an answer that hit its limit was not fed
-        window, points = store.window, (prompt.settled, len(fed))
-        self._held = fed
+        # the last token of an answer that hit its limit was not fed
+        last = start.assembly or Assembly()
+        fed = ids[: len(last.prefix) + start.run.tokens - last.tokens]
+        self._held = () if start.assembly else fed
         try:
-            if start.renews:
-                store.renew(fed, make_page)
-            store.extend(
-                fed,
-                self._host.precision.page_size,
-                len(fed) - self._host.precision.residual_length,
-                make_page,
-                start.owners,
-                points=points,
-                computed_from=start.plan.reused_tokens,
-            )
+            for assembly, read in (*start.earlier, (start.assembly, fed)):
+                self._seal(start, kv, store, assembly or Assembly(), read, prompt.settled)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
-        self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
+        self._composer.keep(start, fed, prompt, turn)
+        if start.assembly is None:
+            self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state
         for tokens, snapshot in start.snapshots.items():
             self._host.snapshots.keep(fed[:tokens], snapshot)
         return ()
 
-    def _replay_ms(self, prompt: Prompt) -> float:
+    def _seal(
+        self, start: Start, kv: KVCache, store: SharedPageStore, assembly: Assembly, read: Ids, settled: int
+    ) -> None:
+        """Store what was read of the prompt `read` behind the assembly."""
+        precision, behind, path = self._host.precision, assembly.tokens, assembly.path(read)
+        window, points = store.window, (settled, len(path))
+
+        def make_page(first: int, stop: int, sealed: bool) -> Page:
+            span, begins = kv.span(behind + first, behind + stop), behind + first == 0
+            if window and not window.sees(first, stop, points):
+                span = span.without(window.layers)
+            page = seal(span, precision, starts_sequence=begins) if sealed else keep_native(span)
+            return replace(page, hops=start.hops)
+
+        if start.renews and not assembly.mark:
+            store.renew(path, make_page)
+        store.extend(
+            path,
+            precision.page_size,
+            len(path) - precision.residual_length,
+            make_page,
+            start.owners,
+            points=points,
+            computed_from=start.covered,
+        )
+
+    def _replay(self, prompt: Prompt, first: Tensor) -> tuple[float, float]:
+        """Milliseconds that reading the text takes, and how far `first`, the turn's first logits, is off (nats)."""
         started = time.perf_counter()
         logits = self._host.engine.feed(self._host.engine.begin(None), prompt.ids)
         assert logits is not None
         int(logits.argmax())
-        return _ms_since(started)
+        replay_ms = _ms_since(started)
+        expected, got = logits.double().log_softmax(-1), first.double().log_softmax(-1)
+        return replay_ms, float((expected.exp() * (expected - got)).sum())
 
 
 def _ms_since(started: float) -> float:

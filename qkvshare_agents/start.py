@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from qkvshare_agents.assembly import Assembly
+from qkvshare_agents.encoder import Ids
 from qkvshare_agents.engine import Run
+from qkvshare_agents.page import Page
 from qkvshare_agents.planner import Plan
 from qkvshare_agents.prefix_tree import NO_MATCH, Match
 from qkvshare_agents.shared_store import SharedPageStore
@@ -14,7 +17,9 @@ class Start:
     """A turn that is planned and has its handed-over KV in place.
 
     store, owners: where and for whom its KV may be kept, if anywhere. state: what it continues from beside the pages
-    of `match`; snapshots: taken on the way, by tokens. hops: how many handoffs lie between the text and what this turn
+    of `match`; snapshots: taken on the way, by tokens. assembly: what the run began with (None: `match`), standing for
+    the prompt's first `covered` tokens; pages: where that came from; earlier: what it had begun with before, and the
+    ids read behind that. hops: how many handoffs lie between the text and what this turn
     computes. renews: stored pages of these tokens are replaced.
     """
 
@@ -25,17 +30,27 @@ class Start:
     owners: tuple[str, ...] = ()
     import_ms: float = 0.0
     state: Snapshot | None = None
+    assembly: Assembly | None = None
+    covered: int = 0
+    pages: tuple[Page, ...] = ()
+    earlier: tuple[tuple[Assembly | None, Ids], ...] = ()
     hops: int = 0
     renews: bool = False
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
+    def path(self, ids: Ids) -> Ids:
+        """Where the store keeps the KV that this turn computes of `ids`, its prompt and answer."""
+        return self.assembly.path(ids) if self.assembly else ids
+
     @property
     def payload_bytes(self) -> int:
         """Of the pages and the state that were handed over, as stored."""
-        return self.match.nbytes + (self.state.nbytes if self.state else 0)
+        pages = sum(page.nbytes for page in self.pages) if self.assembly else self.match.nbytes
+        return pages + (self.state.nbytes if self.state else 0)
 
     @property
     def fp16_bytes(self) -> int:
         """The same in 16 bits."""
         kv = self.run.kv
-        return kv.shape.fp16_bytes(self.match.tokens) + (self.state.fp16_bytes if self.state else 0) if kv else 0
+        tokens = self.plan.reused_tokens
+        return kv.shape.fp16_bytes(tokens) + (self.state.fp16_bytes if self.state else 0) if kv else 0

@@ -90,11 +90,13 @@ class View:
 @dataclass(frozen=True)
 class Prompt:
     """ids: the whole prompt. settled: how many of them stand before the newest user turn, so that an earlier
-    turn may have computed them. answers: where each earlier answer ends, and whose it is."""
+    turn may have computed them. answers: where each earlier answer ends, and whose it is. header: how many ids stand
+    before the first user text."""
 
     ids: Ids
     settled: int
     answers: tuple[tuple[int, str], ...] = ()
+    header: int = 0
 
     def last_answerer(self, tokens: int) -> str:
         """Whose answer is the last one within the first `tokens` ids ("" if none is)."""
@@ -207,6 +209,7 @@ def _assemble(
     ids: list[int] = []
     answers: list[tuple[int, str]] = []
     settled = 0
+    header = template.head("", tools, system) if template.folds_system else template.head(system, tools)
     for index, turn in enumerate(turns):
         settled = len(ids)
         results = template.tool_results([(m.call_id, m.tool, m.text) for m in turn.results]) if turn.results else None
@@ -224,7 +227,7 @@ def _assemble(
         if turn.answer is not None:
             ids += ledger.find(turn.answer.ledger_key) or template.answer(_answer(turn.answer))
             answers.append((len(ids), turn.answer.source))
-    return Prompt((*ids, *template.thought), settled, tuple(answers))
+    return Prompt((*ids, *template.thought), settled, tuple(answers), len(header))
 
 
 def _plain(message: Message, reader: str = "") -> str:

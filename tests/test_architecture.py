@@ -12,12 +12,13 @@ RANKS = {
     "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 2, "detokenizer": 2, "transcript": 3,
     "codec": 1, "page": 2, "snapshot": 2, "page_store": 4, "kv_cache": 3, "layers": 4, "settings": 4, "engine": 5,
     "turn": 5, "rotation": 6, "speech": 6, "payload": 1, "memory": 1, "integrity": 1, "container": 2, "manifest": 3,
-    "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 7, "inspection": 6, "exchange": 6,
-    "span": 1, "checks": 1, "drift": 1, "prefix_tree": 3,  # what pages, packages and the store are made of
-    "host": 8, "courier": 9, "sharing": 10, "registry": 11, "eval": 12, "cli": 13,
+    "transport": 2, "package": 4, "shared_store": 5, "start": 6, "runner": 8, "inspection": 6, "exchange": 6,
+    "host": 9, "courier": 10, "drift": 1, "sharing": 11, "registry": 12, "eval": 13, "cli_eval": 14, "cli": 15,
+    "fitting": 1, "attention": 1, "rotary": 4, "assembly": 4.5, "splice": 5, "fitter": 5, "composer": 7, "summary": 7,
+    "span": 1, "checks": 1, "prefix_tree": 3, "identity": 2,  # what pages, packages and the store are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
-KNOW_TRANSFORMERS = {"engine", "configuration", "layers", "models", "eval", "fingerprint"}
+KNOW_TRANSFORMERS = {"engine", "configuration", "layers", "models", "eval", "fingerprint", "attention", "identity"}
 
 
 def imports(path: Path) -> list[str]:

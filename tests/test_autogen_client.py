@@ -131,7 +131,7 @@ async def test_images_are_refused_with_a_reason(scripted) -> None:
 
 
 async def test_context_overflow_says_how_much_and_who(scripted) -> None:
-    client = scripted(engine=tiny_engine(max_position_embeddings=256))
+    client = scripted(engine=tiny_engine(max_position_embeddings=256), fit="error")
     with pytest.raises(ContextOverflow, match=r"context length exceeded: \d+ .* 256 \(coder\)"):
         await client.for_agent("coder").create([UserMessage(content="word " * 300, source="user")])
     agent = AssistantAgent("coder", client)
@@ -142,7 +142,7 @@ async def test_context_overflow_says_how_much_and_who(scripted) -> None:
 
 
 async def test_count_and_remaining_tokens(scripted) -> None:
-    client = scripted(engine=tiny_engine(max_position_embeddings=256))
+    client = scripted(engine=tiny_engine(max_position_embeddings=256), fit="error")
     messages = [SystemMessage(content="You write Python."), TASK]
     counted = client.count_tokens(messages)
     result = await client.create(messages)

@@ -230,7 +230,7 @@ def test_length_dependent_rope_replays_text_beyond_the_switch() -> None:
 
 def test_context_limits_the_answer_and_overflow_is_an_error() -> None:
     engine = tiny_engine(max_position_embeddings=160)
-    h = Host(HostSettings("tiny", precision="native", system=""), engine)
+    h = Host(HostSettings("tiny", precision="native", system="", fit="error"), engine)
     prompt = len(h.prompt(turn()).ids)
     answer = h.submit(turn(max_tokens=None)).result()
     assert answer.finish_reason in ("length", "stop")

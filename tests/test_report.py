@@ -47,5 +47,12 @@ def test_the_table_shows_every_turn_and_its_reasons_in_80_columns() -> None:
         assert part in text, part
 
 
+def test_the_table_shows_hops_also_where_kv_was_moved() -> None:
+    long = {"reused_tokens": 15_000, "payload_bytes": 250_000_000, "first_token_ms": 2345.0}
+    text = shown(*[report(hops=17, transfer_ms=123.4, prompt_tokens=16_000, replay_first_token_ms=9e4, **long)] * 12)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert " 17" in text and "15000" in text and "123.4" in text
+
+
 def test_the_table_of_nothing_can_be_shown() -> None:
     assert "Handoffs" in shown()

@@ -195,7 +195,7 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
 
     def remaining_tokens(self, messages: Sequence[LLMMessage], *, tools: Sequence[Tool | ToolSchema] = []) -> int:
         """Context left behind the prompt; negative when the prompt is too long, which trimming contexts need."""
-        return self._host.engine.context_tokens - self.count_tokens(messages, tools=tools)
+        return self._host.context_tokens - self.count_tokens(messages, tools=tools)
 
     def actual_usage(self) -> RequestUsage:
         return self.total_usage()

@@ -36,6 +36,7 @@ from qkvshare_adapters.langchain_messages import (
 )
 from qkvshare_adapters.langchain_stream import ShownText, to_chunk
 from qkvshare_adapters.langchain_structured import structured
+from qkvshare_agents.fitting import Fit
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.registry import drop_host, keep_host
 from qkvshare_agents.report import HandoffReport
@@ -80,6 +81,13 @@ class ChatQKVShare(BaseChatModel):
     system: str = SHARED_SYSTEM
     handoff: bool = True
     measure_replay: bool = False
+    canary_limit: float | None = None
+    coarse_limit: float = HostSettings.coarse_limit
+    refresh_every: int = 0
+    context_tokens: int | None = None
+    fit: Fit = "drop_head"
+    splice: bool = False
+    recompute_tokens: int = 16
 
     temperature: float = 0.0
     top_p: float = 1.0

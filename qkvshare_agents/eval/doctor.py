@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from qkvshare_agents import rotary
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.eval.packing import kl_divergence, seal_all
@@ -15,11 +16,12 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.layers import kinds_of, longest_window
 from qkvshare_agents.page import PRESETS, Precision
 from qkvshare_agents.page_store import PageStore
+from qkvshare_agents.rotary import Rotary
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.span import in_words
 from qkvshare_agents.template import Ids
 
-_SHARED_TOKENS, _OWN_TOKENS = 100, 12
+_SHARED_TOKENS, _OWN_TOKENS, _GAP = 100, 12, 50
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # relative, of logits
 
 
@@ -30,8 +32,9 @@ def examine(engine: Engine, *, packed: bool = True) -> dict[str, Any]:
     refusal: why nothing can be handed over, and then nothing else is told. layers: how many of each kind. window: of
     the widest sliding layer, or 0. reading: "blocks", or "steps" where only token by token is exact. one_token, several
     _tokens: exact behind injected KV. fork: two continuations of one stored cache are both exact. cut: a cache can be
-    continued from any token, not only where a turn ended. kl: mean KL in nats of the next token behind pages of every
-    preset, and "no context".
+    continued from any token, not only where a turn ended. immovable: why KV can't be moved to other positions (so that
+    what does not fit is cut as text), or None. kl: mean KL in nats of the next token behind pages of every preset,
+    behind KV that was spliced, and "no context".
     """
     found: dict[str, Any] = {"model": engine.name, "refusal": engine.refusal, **_layers(engine)}
     if engine.refusal or engine.shape is None:
@@ -50,7 +53,8 @@ def _tried(engine: Engine, packed: bool) -> dict[str, Any]:
         "fork": all(_exact(engine, stored, shared, tail) for tail in tails),
         "cut": not engine.has_state
         and all(_exact(engine, stored, cut, tails[1]) for cut in (shared[:-17], shared[: len(shared) // 3])),
-        **({"kl": _divergences(engine, shared, tails[0])} if packed else {}),
+        "immovable": (turns := rotary.of_stored(engine)).refusal or _moves(engine, turns, stored, shared, tails[0]),
+        **({"kl": _divergences(engine, shared, tails[0], turns)} if packed else {}),
     }
 
 
@@ -108,12 +112,42 @@ def _replayed(engine: Engine, ids: Ids) -> Tensor:
     return output.logits[0, -1].float()
 
 
-def _divergences(engine: Engine, shared: Ids, tail: Ids) -> dict[str, float]:
+def _moves(engine: Engine, turns: Rotary, stored: "_Stored", shared: Ids, tail: Ids) -> str | None:
+    """What is wrong when everything stands _GAP positions later; positions are relative, so nothing may be."""
+    if not engine.takes_positions:
+        return None
+    kv = stored.open(engine, shared)
+    expected = engine.logits(kv, tail, len(tail))
+    turns.move(kv.span(0, len(shared)), range(len(shared)), range(_GAP, _GAP + len(shared)))
+    got = engine.logits(kv, tail, len(tail), _GAP)
+    if float((got - expected).norm() / expected.norm()) <= _TOLERANCE.get(engine.model.dtype, 5e-2):
+        return None
+    return "attention depends on absolute positions"
+
+
+def _spliced(engine: Engine, turns: Rotary, shared: Ids, tail: Ids) -> Tensor:
+    """Logits behind `shared`, most of whose KV was computed behind another beginning of another length."""
+    begin, again = len(shared) // 5, len(shared) // 10
+    other = (*reversed(shared[: begin // 2]), *shared[begin:])
+    first = begin + again
+    kv, source = (
+        _Stored(engine, shared[:first], PRESETS["native"]).open(engine, shared[:first]),
+        len(other) - len(shared),
+    )
+    kv.load(_Stored(engine, other, PRESETS["native"]).pages.match(other).runs)
+    kv.keep(first, range(first + source, len(other)))
+    rotary.move(turns, kv, [*range(first), *range(first + source, len(other))])
+    return _behind(engine, kv, tail)
+
+
+def _divergences(engine: Engine, shared: Ids, tail: Ids, turns: Rotary) -> dict[str, float]:
     expected = _replayed(engine, shared + tail)
     found = {
         name: kl_divergence(expected, _behind(engine, _Stored(engine, shared, precision).open(engine, shared), tail))
         for name, precision in PRESETS.items()
     }
+    if turns.refusal is None:
+        found["spliced"] = kl_divergence(expected, _spliced(engine, turns, shared, tail))
     return {**found, "no context": kl_divergence(expected, _replayed(engine, tail))}
 
 
@@ -147,6 +181,7 @@ def show(model: str, engine: Engine, seconds: float) -> None:
             "KV": f"{in_words(shape.groups)}, {shape.fp16_bytes(1):,} bytes a token in fp16",
             "reading": "in blocks" if found["reading"] == "blocks" else "token by token behind KV",
             "continue from": "any token" if found["cut"] else "where a turn ended or a cue began",
+            "when full": f"text is cut: {found['immovable']}" if found["immovable"] else "KV is cut and moved",
             "forks": "exact" if found["fork"] else "not exact",
             "KL": ", ".join(f"{name} {kl:.1e}" for name, kl in found["kl"].items() if name != "native"),
         }

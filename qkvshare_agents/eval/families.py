@@ -96,7 +96,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8, "n_groups": 1, "head_dim": 12,
     },
 }  # fmt: skip
-COLUMNS = ("exact", "reading", "cut", "fork", "8", "4", "3", "3/2")
+COLUMNS = ("exact", "reading", "cut", "fork", "fitting", "splice", "8", "4", "3", "3/2")
 _PRESET_OF = {"8": "safe", "4": "default", "3": "small", "3/2": "tiny"}
 
 
@@ -127,6 +127,8 @@ def cells(found: Mapping[str, Any]) -> dict[str, str]:
         "reading": found["reading"],
         "cut": "any token" if found["cut"] else "turn ends",
         "fork": "yes" if found["fork"] else "no",
+        "fitting": "text" if found["immovable"] else "KV",
+        "splice": "yes" if found["kl"].get("spliced", limit) < limit and not found["immovable"] else "no",
         **{column: "yes" if found["kl"][preset] < limit else "no" for column, preset in _PRESET_OF.items()},
     }
 

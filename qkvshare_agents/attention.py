@@ -1,0 +1,112 @@
+"""How much attention each token of the context receives, seen while a prompt is read.
+
+During an observed forward the model's attention implementation is one that calls the model's own, and then weighs the
+keys for a few of the queries once more. Nothing of transformers is replaced, and results are the same.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qkvshare_agents.access import Readers
+from qkvshare_agents.encoder import Ids
+
+_ROWS = 16  # queries of each forward that are looked at
+_MOST = 64  # conversations that are remembered
+
+
+class AttentionMeter:
+    """Of one model; one forward at a time. mass: what tokens received in what was observed last, summed over layers,
+    heads and queries; empty where the model's attention can't be observed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self._configs: list[Any] = list(configs.values())
+        self._implementation = str(model.config._attn_implementation)
+        self._name = f"qkvshare_metered_{self._implementation}"
+        self.mass = torch.zeros(0)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Observe the forwards inside."""
+        self.mass = torch.zeros(0)
+        if self._implementation not in ("eager", "sdpa"):
+            yield
+            return
+        AttentionInterface.register(self._name, self._attend)
+        AttentionMaskInterface.register(self._name, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
+        changed = [c for c in self._configs if c._attn_implementation_internal == self._implementation]
+        try:
+            for config in changed:
+                config._attn_implementation_internal = self._name
+            yield
+        finally:
+            for config in changed:
+                config._attn_implementation_internal = self._implementation
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        """query [1, HQ, n, D], key [1, H, T, D]: the model's own attention, and a look at some rows of it."""
+        where = sys.modules[type(module).__module__]
+        eager: Callable[..., Any] = getattr(where, "eager_attention_forward", lambda: None)
+        known = getattr(where, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        output = known.get_interface(self._implementation, eager)(module, query, key, value, attention_mask, **options)
+        rows, tokens = query.shape[2], key.shape[2]
+        seen = torch.arange(rows - 1, -1, -max(1, rows // _ROWS), device=query.device)[:_ROWS]
+        grouped = query[0, :, seen].reshape(key.shape[1], -1, query.shape[-1])
+        scores = (grouped @ key[0].transpose(1, 2)).float() * (options.get("scaling") or query.shape[-1] ** -0.5)
+        if attention_mask is None:
+            visible = torch.arange(tokens, device=query.device) <= (tokens - rows + seen)[:, None]
+        else:
+            shown = attention_mask[0, 0, seen, :tokens]
+            visible = shown if shown.dtype == torch.bool else shown == 0
+        hidden = ~visible.repeat(query.shape[1] // key.shape[1], 1)
+        mass = scores.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1)).cpu()
+        self.mass = mass + torch.nn.functional.pad(self.mass, (0, tokens - len(self.mass)))
+        return output
+
+
+class Attended:
+    """Attention that tokens received, by the ids that they stand behind, over the turns of each conversation."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Ids, tuple[Tensor, tuple[str, ...]]] = OrderedDict()
+
+    def add(
+        self, ids: Ids, mass: Tensor, kept: Sequence[int], owners: tuple[str, ...], readers: Readers | None
+    ) -> None:
+        """mass: what the tokens `kept` of `ids` received in a turn, beside what they had received before."""
+        if len(mass) != len(kept):
+            return
+        total = torch.nn.functional.pad(before := self.of(ids, readers), (0, len(ids) - len(before)))
+        total[torch.tensor(list(kept), dtype=torch.long)] += mass
+        self._known[ids] = total, owners
+        self._known.move_to_end(ids)
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
+
+    def of(self, ids: Ids, readers: Readers | None) -> Tensor:
+        """What the leading `ids` received, as far as it is known from turns whose owners `readers` may read."""
+        best = torch.zeros(0)
+        for known, (mass, owners) in self._known.items():
+            if readers is None or readers & set(owners):
+                common = next((i for i, pair in enumerate(zip(known, ids, strict=False)) if pair[0] != pair[1]), None)
+                common = min(len(known), len(ids)) if common is None else common
+                if common >= len(best):
+                    best = mass[:common]
+        return best.clone()

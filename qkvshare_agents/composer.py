@@ -1,0 +1,169 @@
+"""Begins turns on KV that is put together: without what does not fit, with what was computed behind other prompts."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qkvshare_agents import fitting, rotary
+from qkvshare_agents.assembly import Assemblies, Assembly, Piece, Source, bring
+from qkvshare_agents.attention import Attended, AttentionMeter
+from qkvshare_agents.encoder import Ids
+from qkvshare_agents.errors import Cancelled, ContextOverflow, QKVShareError
+from qkvshare_agents.fitter import Fitted, fit
+from qkvshare_agents.fitting import room_for
+from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.planner import Mode, Plan
+from qkvshare_agents.prefix_tree import NO_MATCH
+from qkvshare_agents.splice import SHORTEST, Segment, Sequence, Sequences
+from qkvshare_agents.start import Start
+from qkvshare_agents.transcript import Prompt
+from qkvshare_agents.turn import Turn
+
+if TYPE_CHECKING:
+    from qkvshare_agents.host import Host
+
+
+class Composer:
+    """Of one host, on its thread. Remembers what was put together, as long as the host's store lives."""
+
+    def __init__(self, host: "Host") -> None:
+        self._host = host
+        self._made: Assemblies | None = None
+        self._sequences = Sequences()
+        self._attended = Attended()
+        self._meter: AttentionMeter | None = None
+
+    @property
+    def assemblies(self) -> Assemblies:
+        self._forget_others()
+        assert self._made is not None
+        return self._made
+
+    def _forget_others(self) -> None:
+        """What was remembered of another store's KV: the model's weights were changed."""
+        store = self._host.store
+        if self._made is None or self._made.store is not store:
+            self._made, self._sequences, self._attended = Assemblies(store), Sequences(), Attended()
+
+    def fit(self, turn: Turn, prompt: Prompt, refusal: str | None) -> Fitted:
+        """What `turn` continues from if that is not simply the longest stored prefix of its prompt.
+
+        refusal: why KV can't be handed over. Raises ContextOverflow if the prompt does not fit and must not be changed.
+        """
+        host, context, readers = self._host, self._host.context_tokens, turn.access.readers
+        if host.settings.fit == "error":
+            if len(prompt.ids) >= context:
+                who = turn.speaker.label or "an agent"
+                raise ContextOverflow(
+                    f"context length exceeded: {len(prompt.ids)} tokens and one to come > {context} ({who})"
+                )
+            return Fitted(prompt)
+        room, immovable = room_for(context, turn.sampling.max_tokens), refusal or host.rotary.refusal
+        if room.lacks(len(prompt.ids)):
+            assemblies, mass = (None if refusal else self.assemblies), None
+            if assemblies and host.settings.fit == "drop_least_attended":
+                mass = self._attended.of(prompt.ids, readers).tolist()
+            return fit(
+                prompt, room, sinks=host.precision.num_sink_tokens, assemblies=assemblies, readers=readers,
+                immovable=immovable, mass=mass,
+            )  # fmt: skip
+        return self._spliced_before(prompt, turn) if host.settings.splice and not immovable else Fitted(prompt)
+
+    def _spliced_before(self, prompt: Prompt, turn: Turn) -> Fitted:
+        sources = [s for s in self.assemblies.sources(prompt.ids[:-1], turn.access.readers) if not s.assembly.dropped]
+        best = max(sources, key=lambda source: source.tokens)
+        if not best.assembly.mark:
+            return Fitted(prompt)
+        why = f"spliced: {best.tokens} tokens of an earlier turn's KV, which is an approximation"
+        return Fitted(prompt, source=best, assembly=best.assembly, reasons=(why,))
+
+    def assemble(self, fitted: Fitted, turn: Turn, kv: KVCache) -> Start:
+        """Put the pieces that the turn continues from into the empty `kv`, and move their keys."""
+        source, importing = fitted.source, time.perf_counter()
+        assert source is not None
+        store = self._host.store
+        positions, pages = bring(store, source.pieces, kv, turn.access.readers)
+        if len(positions) != source.tokens:
+            raise QKVShareError(f"only {len(positions)} of {source.tokens} tokens of stored KV are left")
+        rotary.move(self._host.rotary, kv, positions)
+        return Start(
+            self._host.engine.begin(kv), Plan(Mode.PARTIAL, kv.tokens, ()), NO_MATCH, store, turn.access.owners,
+            (time.perf_counter() - importing) * 1000, assembly=fitted.assembly, covered=source.covered,
+            pages=tuple(pages), hops=max((page.hops for page in pages), default=0) + 1,
+        )  # fmt: skip
+
+    def splice(self, start: Start, prompt: Prompt, turn: Turn, cancelled: Callable[[], bool]) -> Start:
+        """`start`, or what it becomes when the longest text that is known from another prompt is put in."""
+        settings, kv, store = self._host.settings, start.run.kv, start.store
+        if not settings.splice or kv is None or store is None or self._host.rotary.refusal:
+            return start
+        found = self._sequences.longest(prompt.ids[:-1], start.covered, turn.access.readers)
+        again = settings.recompute_tokens
+        if found is None or found.tokens < again + SHORTEST:
+            return start
+        piece = _piece(found, again)
+        if store.match(piece.path, turn.access.readers).tokens < piece.kept[-1][1]:
+            return start  # evicted
+        stop = found.start + again
+        if (
+            stop > start.covered
+            and self._host.engine.feed(start.run, prompt.ids[start.covered : stop], cancelled) is None
+        ):
+            raise Cancelled("the turn was cancelled while it read its prompt")
+        importing, first = time.perf_counter(), kv.tokens
+        positions, pages = bring(store, (piece,), kv, turn.access.readers)
+        rotary.move(self._host.rotary, kv, [*range(first), *positions])
+        before = _before(start, prompt.ids[:stop])
+        source = Source(Assembly(), found.start + found.tokens, (*before, piece))
+        assembly = self.assemblies.make(prompt.ids, start.assembly.dropped if start.assembly else (), source)
+        moved = abs(found.start - found.source - found.sequence.shift)
+        why = (
+            f"spliced: KV of {piece.tokens} tokens that was computed behind another prompt, moved by {moved}; the "
+            f"first {again} of that text were read anew"
+        )
+        mode = Plan(Mode.PARTIAL, start.plan.reused_tokens + piece.tokens, (*start.plan.reasons, why))
+        return replace(
+            start, run=self._host.engine.begin(kv), plan=mode, assembly=assembly, covered=source.covered,
+            import_ms=start.import_ms + (time.perf_counter() - importing) * 1000,
+            pages=(*start.pages, *(page for page, _ in start.match.runs), *pages),
+            earlier=(*start.earlier, (start.assembly, prompt.ids[:stop])),
+        )  # fmt: skip
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Around the reading of a prompt: looks at attention if that decides what is dropped."""
+        if self._host.settings.fit != "drop_least_attended":
+            return nullcontext()
+        if self._meter is None:
+            self._meter = AttentionMeter(self._host.engine.model)
+        return self._meter.watching()
+
+    def keep(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> None:
+        """Remember a turn whose KV is in the store now. ids: of its prompt and answer, as far as they were fed."""
+        self._forget_others()
+        assembly = start.assembly or Assembly()
+        if start.assembly:
+            self.assemblies.keep(start.assembly)
+        if self._host.settings.splice:
+            for behind, read in (*start.earlier, (start.assembly, ids)):
+                behind = behind or Assembly()
+                own = read[len(behind.prefix) :]
+                self._sequences.add(Sequence(own, behind.path(read), behind.tokens, start.owners))
+        if self._meter:
+            whole = ((0, len(prompt.ids)),)
+            kept = [i for a, b in fitting.without(whole, assembly.dropped) for i in range(a, b)]
+            self._attended.add(prompt.ids, self._meter.mass, kept, start.owners, turn.access.readers)
+
+
+def _piece(found: Segment, again: int) -> Piece:
+    kept = ((found.source + again, found.source + found.tokens),)
+    return Piece(found.sequence.path, kept, found.sequence.shift, found.start - found.source)
+
+
+def _before(start: Start, ids: Ids) -> tuple[Piece, ...]:
+    """Where the KV of `ids`, which a turn has read or been handed, will be."""
+    behind = start.assembly or Assembly()
+    path = behind.path(ids)
+    own = Piece(path, ((0, len(path)),), behind.tokens, len(behind.prefix))
+    return (*behind.pieces, own) if path else behind.pieces

@@ -1,0 +1,188 @@
+"""What is lost when a context is full: ways to drop half of it, each compared with keeping everything."""
+
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from qkvshare_agents import rotary
+from qkvshare_agents.attention import AttentionMeter
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.eval import corpus
+from qkvshare_agents.eval.packing import kl_divergences, seal_all
+from qkvshare_agents.fitting import Room, Spans, count, cut, cut_least, without
+from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.page import preset
+from qkvshare_agents.rotary import Rotary
+from qkvshare_agents.template import Ids
+
+_SINKS = 4
+
+
+@dataclass
+class _Seen:
+    kl: list[float] = field(default_factory=list)
+    texts: list[float] = field(default_factory=list)
+    agrees: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """One sample, `full`: the KV of its first ids; rest: what follows; header: of its opening; mass: attention."""
+
+    ids: Ids
+    rest: Ids
+    header: int
+    full: KVCache
+    mass: Tensor
+
+
+@torch.inference_mode()
+def run(
+    *,
+    model: str = "smollm2-135m",
+    tokens: int = 2048,
+    keep: int = 1024,
+    samples: int = 6,
+    positions: int = 128,
+    engine: Engine | None = None,
+) -> dict[str, Any]:
+    """Of each sample (prose, code, chat) `tokens` tokens are cached, `keep` of them stay: {"header", "rows"}.
+
+    Rows: `method`; over `positions` forced tokens behind each text, mean_kl in nats and top1 against the whole cache,
+    text_kl of each text and their median; positions in all; read_tokens that have to be read anew and ms to have the
+    cache (medians). Raises InvalidSetting for a model whose KV can't be moved or sizes that make no sense.
+    """
+    engine = engine or Engine.load(model)
+    turns = rotary.measure(engine)
+    if turns.refusal:
+        raise InvalidSetting(f"{engine.name}: {turns.refusal}")
+    if not 64 <= keep < tokens or min(samples, positions) < 1 or tokens + positions > engine.context_tokens:
+        raise InvalidSetting(f"need 64 <= keep < tokens, and tokens + positions <= {engine.context_tokens}")
+    seen: dict[str, _Seen] = {}
+    meter = AttentionMeter(engine.model)
+    for sample in corpus.samples(engine.template, tokens + positions, samples):
+        ids, rest = sample.ids[:tokens], sample.ids[tokens:]
+        assert engine.shape is not None
+        full = KVCache(engine.shape)
+        full.clear(len(sample.ids))
+        with meter.watching():
+            engine.feed(engine.begin(full), ids)
+        text = _Text(ids, rest, sample.opening_tokens, full, meter.mass)
+        expected = engine.logits(full, rest, len(rest))
+        for name, method in _methods(engine, turns, keep).items():
+            started = time.perf_counter()
+            kv, read, offset = method(text)
+            found = seen.setdefault(name, _Seen())
+            found.ms.append((time.perf_counter() - started) * 1000)
+            found.read.append(read)
+            got = _logits(engine, kv, rest, offset)
+            divergences = kl_divergences(expected, got).tolist()
+            found.kl += divergences
+            found.texts.append(statistics.fmean(divergences))
+            found.agrees += (expected.argmax(-1) == got.argmax(-1)).tolist()
+    rows = [
+        {
+            "method": name,
+            "mean_kl": statistics.fmean(found.kl),
+            "median_text_kl": statistics.median(found.texts),
+            "text_kl": found.texts,
+            "top1": statistics.fmean(found.agrees),
+            "positions": len(found.kl),
+            "read_tokens": round(statistics.median(found.read)),
+            "ms": statistics.median(found.ms),
+        }
+        for name, found in seen.items()
+    ]
+    return {"header": _header(engine, tokens=tokens, keep=keep, samples=samples), "rows": rows}
+
+
+# What is kept, how many tokens were read for it, and by how many positions it stands too early
+Method = Callable[[_Text], tuple[KVCache, int, int]]
+
+
+def _methods(engine: Engine, turns: Rotary, keep: int) -> dict[str, Method]:
+    def head(first: Callable[[_Text], int]) -> Callable[[_Text], Spans]:
+        return lambda text: ((first(text), first(text) + len(text.ids) - keep),)
+
+    def least(text: _Text) -> Spans:
+        return cut_least(len(text.ids), text.header, _SINKS, text.mass.tolist(), Room(keep + 1, 1))
+
+    header, sinks, nothing = head(lambda text: text.header), head(lambda _: _SINKS), head(lambda _: 0)
+    return {
+        "drop_head": lambda text: (_cut(engine, turns, text, header(text)), 0, 0),
+        "drop_head, 4 sinks": lambda text: (_cut(engine, turns, text, sinks(text)), 0, 0),
+        "drop_head, 4 sinks, positions kept": lambda text: (
+            _cut(engine, None, text, sinks(text)), 0, count(sinks(text))
+        ),
+        "drop_head, 4 sinks, not turned": lambda text: (_cut(engine, None, text, sinks(text)), 0, 0),
+        "drop_head, no sinks": lambda text: (_cut(engine, turns, text, nothing(text)), 0, 0),
+        "drop_least_attended": lambda text: (_cut(engine, turns, text, least(text)), 0, 0),
+        "drop_head, 8 bits": lambda text: (_cut(engine, turns, text, header(text), "safe"), 0, 0),
+        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, header(text), "default"), 0, 0),
+        "cut_text": lambda text: (_read(engine, cut(text.ids, header(text))), keep, 0),
+        "cut_text, no header": lambda text: (_read(engine, cut(text.ids, nothing(text))), keep, 0),
+        "header only": lambda text: (_read(engine, text.ids[: text.header]), text.header, 0),
+    }  # fmt: skip
+
+
+def _cut(engine: Engine, turns: Rotary | None, text: _Text, dropped: Spans, precision: str = "native") -> KVCache:
+    """The whole cache as pages, without what is dropped, moved by `turns`."""
+    kv, kept = KVCache(text.full.shape), [i for a, b in without(((0, len(text.ids)),), dropped) for i in range(a, b)]
+    kv.clear(len(text.ids))
+    kv.load(seal_all(text.full, text.ids, preset(precision)).match(text.ids).runs)
+    kv.keep(0, kept)
+    if turns:
+        rotary.move(turns, kv, kept)
+    return kv
+
+
+def _read(engine: Engine, ids: Ids) -> KVCache:
+    assert engine.shape is not None
+    kv = KVCache(engine.shape)
+    kv.clear(len(ids))
+    engine.feed(engine.begin(kv), ids)
+    return kv
+
+
+def _logits(engine: Engine, kv: KVCache, rest: Ids, offset: int) -> Tensor:
+    """Logits behind each of `rest`, which stands `offset` positions later than the cache is long."""
+    return engine.logits(kv, rest, len(rest), offset)
+
+
+def _header(engine: Engine, **numbers: int) -> dict[str, Any]:
+    return {
+        "model": engine.name,
+        **numbers,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__
+        },
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def show(result: dict[str, Any], title: str, columns: Sequence[str]) -> None:
+    """Print rows as a table; the first column is a name."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name.replace("_", "\n"), justify="right" if index else "left")
+    for row in result["rows"]:
+        cells = (row[name] for name in columns)
+        table.add_row(*(c if isinstance(c, str) else f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells))
+    Console(width=100).print(table)

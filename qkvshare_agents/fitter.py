@@ -1,0 +1,130 @@
+"""What a prompt continues from when it does not fit into the context."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from qkvshare_agents import fitting
+from qkvshare_agents.access import Readers
+from qkvshare_agents.assembly import Assemblies, Assembly, Source
+from qkvshare_agents.fitting import Room, Spans
+from qkvshare_agents.transcript import Prompt
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """prompt: what is read as usual; the whole one if it continues from `source`, KV without the `dropped` tokens.
+
+    assembly: how what is read behind the source is kept. reasons: what was dropped and why, for the report.
+    dropped_tokens: of the whole prompt, either way.
+    """
+
+    prompt: Prompt
+    dropped_tokens: int = 0
+    dropped: Spans = ()
+    source: Source | None = None
+    assembly: Assembly | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """That are in the context when the prompt is read."""
+        return len(self.prompt.ids) - fitting.count(self.dropped)
+
+
+def fit(
+    prompt: Prompt,
+    room: Room,
+    *,
+    sinks: int,
+    assemblies: Assemblies | None = None,
+    readers: Readers | None = None,
+    immovable: str | None = None,
+    mass: Sequence[float] | None = None,
+) -> Fitted:
+    """Drop what follows the header, in KV if most is reused that way, else in the text.
+
+    mass: attention that the leading tokens received; then of the KV what received least is dropped.
+    sinks: first tokens that stay if the header is long. assemblies: of the store; None if KV can't be handed over.
+    immovable: why stored KV can't be moved to other positions, if so. Raises ContextOverflow if nothing helps.
+    """
+    lacking = room.lacks(len(prompt.ids))
+    if not lacking:
+        return Fitted(prompt)
+    starts = [end for end, _ in prompt.answers]
+
+    def head(already: Spans = ()) -> Spans:
+        return fitting.cut_head(len(prompt.ids), prompt.header, sinks, starts, room, already)
+
+    def least(source: Source) -> Spans:
+        seen, already = (mass or ())[: source.covered], source.assembly.dropped
+        found = fitting.cut_least(len(prompt.ids), prompt.header, sinks, seen, room, already)
+        return found if fitting.count(found) >= lacking else head(already)
+
+    text = _as_text(prompt, head(), room, immovable)
+    if assemblies is None:
+        return text
+    best, reused = text, assemblies.store.match(text.prompt.ids[:-1], readers).tokens
+    _remember(assemblies, prompt, head())
+    for source in assemblies.sources(prompt.ids[:-1], readers):
+        before = fitting.count(source.assembly.dropped)
+        if before > lacking + 2 * room.step:
+            continue
+        if before >= lacking and not source.assembly.mark:
+            found, tokens = _as_text(prompt, source.assembly.dropped, room, immovable), source.tokens
+        elif immovable:
+            continue
+        elif before >= lacking:
+            found, tokens = _moved(prompt, source, source.assembly, source.assembly.dropped, room), source.tokens
+        else:
+            dropped = least(source) if mass else head(source.assembly.dropped)
+            rest = source.without(dropped)
+            if rest.tokens <= dropped[0][0] or dropped[-1][1] > source.covered:
+                continue  # nothing is stored behind what goes
+            assembly = assemblies.make(prompt.ids, dropped, rest)
+            found, tokens = _moved(prompt, rest, assembly, dropped, room), rest.tokens
+        if tokens > reused or (tokens == reused and best is text):
+            best, reused = found, tokens
+    return best
+
+
+def _moved(prompt: Prompt, source: Source, assembly: Assembly, dropped: Spans, room: Room) -> Fitted:
+    why = f"{_told(prompt, dropped, room)}; stored KV of {source.tokens} was moved, which is an approximation"
+    return Fitted(prompt, fitting.count(dropped), dropped, source, assembly, (why,))
+
+
+def _as_text(prompt: Prompt, dropped: Spans, room: Room, immovable: str | None) -> Fitted:
+    """The prompt without `dropped`, as if it had never been there: what is computed of it is exact."""
+    because = f", since {immovable}" if immovable else ""
+    shorter = Prompt(
+        fitting.cut(prompt.ids, dropped),
+        _behind(prompt.settled, dropped),
+        tuple((_behind(end, dropped), source) for end, source in prompt.answers),
+        prompt.header,
+    )
+    return Fitted(shorter, fitting.count(dropped), reasons=(f"{_told(prompt, dropped, room)}, as text{because}",))
+
+
+def _remember(assemblies: Assemblies, prompt: Prompt, dropped: Spans) -> None:
+    """So that KV of the cut text can be moved when more has to go."""
+    stop = dropped[-1][1]
+    stem = fitting.cut(prompt.ids[:stop], dropped)
+    assemblies.keep(Assembly(prompt.ids[:stop], dropped, stem=stem))
+
+
+def _behind(at: int, dropped: Spans) -> int:
+    """Where token `at` stands without those that are dropped."""
+    return at - fitting.count(fitting.without(((0, at),), fitting.without(((0, at),), dropped)))
+
+
+def _told(prompt: Prompt, dropped: Spans, room: Room) -> str:
+    total = len(prompt.ids)
+    left = total - fitting.count(dropped)
+    return (
+        f"fitted: {total - left} of {total} tokens were dropped ({fitting.show(dropped)}), so that {left} and an "
+        f"answer of {room.context - left} fit into {room.context}"
+    )
+
+
+def whole(fitted: Fitted) -> Prompt:
+    """The prompt that a replay of the text reads."""
+    return replace(fitted.prompt, ids=fitting.cut(fitted.prompt.ids, fitted.dropped))

@@ -1,0 +1,106 @@
+"""Older messages replaced by a summary, which the agent that spoke last writes."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from qkvshare_agents.fitting import Room, room_for
+from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.transcript import Message
+from qkvshare_agents.turn import Turn
+
+if TYPE_CHECKING:
+    from qkvshare_agents.host import Host
+
+ASKED = "Sum up the conversation so far for someone who has not read it: what was asked, what was found, what is open."
+_OPENING = "Summary of the conversation so far:\n\n"
+_MOST = 256  # summaries that are remembered
+_SHARE = 8  # of the room for the prompt that a summary may take
+
+Messages = tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A turn with fewer messages, which were `dropped_tokens` longer."""
+
+    turn: Turn
+    dropped_tokens: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+class Summaries:
+    """Of one host. What was summed up once is not summed up again; a summary may become part of the next one."""
+
+    def __init__(self, host: "Host") -> None:
+        self._host = host
+        self._known: OrderedDict[tuple[str, Messages], str] = OrderedDict()
+        self._writing = False
+
+    def shorten(self, turn: Turn, write: Callable[[Turn], str]) -> Summed:
+        """`turn`, if it is too long with its older messages replaced by a summary. write: answers a turn.
+
+        The newest message stays; if that alone is too long, the turn is still too long afterwards.
+        """
+        room = room_for(self._host.context_tokens, turn.sampling.max_tokens)
+        before = self._tokens(turn)
+        if self._host.settings.fit != "summarise" or self._writing or not room.lacks(before) or len(turn.messages) < 2:
+            return Summed(turn)
+        messages, replaced = self._recall(turn)
+        short = replace(turn, messages=messages)
+        if room.lacks(self._tokens(short)):
+            older = self._older(short, room)
+            if older:
+                text = self._write(replace(short, messages=messages[:older]), room, write)
+                replaced = len(turn.messages) - (len(messages) - older)
+                self._keep(turn.scope, turn.messages[:replaced], text)
+                short = replace(turn, messages=(_summary(text), *messages[older:]))
+        after = self._tokens(short)
+        if after >= before:
+            return Summed(turn)
+        why = f"fitted: the {replaced} oldest messages were replaced by a summary, {after} instead of {before} tokens"
+        return Summed(short, before - after, (why,))
+
+    def _recall(self, turn: Turn) -> tuple[Messages, int]:
+        """The messages, the oldest of which are replaced by what is known to sum them up, and how many that are."""
+        for count in range(len(turn.messages) - 1, 0, -1):
+            if text := self._known.get((turn.scope, turn.messages[:count])):
+                self._known.move_to_end((turn.scope, turn.messages[:count]))
+                return (_summary(text), *turn.messages[count:]), count
+        return turn.messages, 0
+
+    def _older(self, turn: Turn, room: Room) -> int:
+        """How many messages to sum up, so that the rest leaves room for some turns to come."""
+        last = len(turn.messages) - 1
+        wanted = room.prompt - 2 * (room.prompt // _SHARE)
+        return next((n for n in range(1, last) if self._tokens(_behind(turn, n)) <= wanted), last)
+
+    def _write(self, turn: Turn, room: Room, write: Callable[[Turn], str]) -> str:
+        """turn: the messages to sum up. Who said the last of them writes, if that is a member."""
+        members = self._host.roster.members(turn.scope)
+        said = next((m.source for m in reversed(turn.messages) if m.source in members), turn.speaker.name)
+        asked = Message("user", ASKED, "user")
+        self._writing = True
+        try:
+            speaker, messages = members.get(said, turn.speaker), (*turn.messages, asked)
+            sampling = Sampling(max_tokens=room.prompt // _SHARE)
+            return write(Turn(speaker, turn.scope, messages, sampling, view=turn.view, access=turn.access))
+        finally:
+            self._writing = False
+
+    def _keep(self, scope: str, messages: Messages, text: str) -> None:
+        self._known[scope, messages] = text
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
+
+    def _tokens(self, turn: Turn) -> int:
+        return len(self._host.prompt(turn).ids)
+
+
+def _summary(text: str) -> Message:
+    return Message("user", _OPENING + text, "user")
+
+
+def _behind(turn: Turn, older: int) -> Turn:
+    return replace(turn, messages=turn.messages[older:])

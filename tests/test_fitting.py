@@ -1,0 +1,357 @@
+"""A context that is full: what goes, what stays, that nothing approximate is taken for exact, and that turns go on."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import tiny_engine, tiny_tokenizer
+
+from qkvshare_agents import fitting, rotary
+from qkvshare_agents.attention import Attended, AttentionMeter
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.errors import ContextOverflow, InvalidSetting
+from qkvshare_agents.eval import families
+from qkvshare_agents.fitting import Room, cut, cut_head, cut_least, joined, room_for, without
+from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.transcript import Message
+from qkvshare_agents.turn import Turn
+
+WORDS = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt ut labore".split()
+
+
+def text(tokens: int, seed: int = 0) -> str:
+    """About so many tokens of the tiny tokenizer."""
+    encoder = tiny_engine().template.encoder
+    words = (WORDS[(i * i + seed * 7 + i) % len(WORDS)] for i in itertools.count())
+    said = ""
+    while len(encoder.text(said)) < tokens:
+        said += " ".join(itertools.islice(words, 20)) + ". "
+    return encoder.decode(encoder.text(said)[:tokens])
+
+
+class Recorder:
+    """An engine that remembers the logits behind each prompt."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.fed: list[list[int]] = []
+        self.said: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def feed(self, run, ids, cancelled=lambda: False):
+        logits = self._engine.feed(run, ids, cancelled)
+        self.fed.append(list(ids))
+        self.said.append(logits)
+        return logits
+
+
+def make(kind: str = "llama", context: int = 2048, **settings: object) -> Host:
+    engine = families_engine(kind, context) if kind != "llama" else tiny_engine(max_position_embeddings=context)
+    return Host(HostSettings("tiny", **{"precision": "native", "system": "Be brief.", **settings}), Recorder(engine))
+
+
+def families_engine(kind: str, context: int) -> Engine:
+    longest = {"gpt2": "n_positions"}.get(kind, "max_position_embeddings")
+    return Engine(families.tiny_model(kind, **{longest: context}), tiny_tokenizer(), name=kind)
+
+
+class Talk:
+    """A conversation of two members on a host."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.messages = host, []
+
+    def ask(self, tokens: int, name: str = "a", max_tokens: int = 24, seed: int = 0, **options: object):
+        self.messages.append(Message("user", text(tokens, seed), "user"))
+        member = self.host.roster.learn("", name, f"You are {name}.")
+        turn = Turn(member, "", tuple(self.messages), Sampling(max_tokens=max_tokens, **options))
+        self.prompt = self.host.prompt(turn)
+        self.host.engine.fed.clear()
+        self.host.engine.said.clear()
+        answer = self.host.submit(turn).result()
+        self.messages.append(Message("user", answer.text, name))
+        return answer.report
+
+
+def expected_logits(host: Host, ids: tuple[int, ...], covered: int, dropped: fitting.Spans) -> torch.Tensor:
+    """What the model says behind `ids`, whose first `covered` were computed in full, and then lost `dropped`."""
+    engine = host.engine._engine
+    with torch.inference_mode():
+        full = KVCache(engine.shape)
+        engine.feed(engine.begin(full), ids[:covered])
+        kept = [i for start, stop in without(((0, covered),), dropped) for i in range(start, stop)]
+        kv = KVCache(engine.shape)
+        for layer in range(engine.shape.layers):
+            kv.append(layer, *(part[:, kept] for part in full.layer(layer)))
+        rotary.measure(engine).move(kv.span(0, len(kept)), kept, range(len(kept)))
+        return engine.feed(engine.begin(kv), ids[covered:])
+
+
+@pytest.mark.parametrize(("first", "second"), [(1500, 700), (700, 1500)])
+def test_1500_tokens_and_700_fit_into_2048_and_the_report_says_what_went(first: int, second: int) -> None:
+    talk = Talk(make())
+    talk.ask(first)
+    report = talk.ask(second, "b", seed=1)
+    assert report.prompt_tokens + report.dropped_tokens == len(talk.prompt.ids) > 2200
+    assert report.prompt_tokens + 24 <= 2048
+    assert report.reused_tokens + report.prefilled_tokens == report.prompt_tokens
+    assert f"fitted: {report.dropped_tokens} of {len(talk.prompt.ids)} tokens were dropped" in report.reasons[0]
+    assert report.generated_tokens > 0
+    if first > second:  # most of what was computed is used again
+        assert report.mode.value == "PARTIAL" and report.reused_tokens > 1000 and "was moved" in report.reasons[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "bloom", "cohere"])
+def test_the_moved_kv_is_the_full_one_without_what_was_dropped(kind: str) -> None:
+    talk = Talk(make(kind, context=512))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.mode.value == "PARTIAL" and report.dropped_tokens
+    rest = talk.host.engine.fed[0]
+    covered = len(talk.prompt.ids) - len(rest)
+    assert list(talk.prompt.ids[covered:]) == rest, "what is read is the end of the prompt"
+    dropped = ((talk.prompt.header, talk.prompt.header + report.dropped_tokens),)
+    expected = expected_logits(talk.host, talk.prompt.ids, covered, dropped)
+    assert (talk.host.engine.said[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_what_layers_with_a_window_keep_is_not_put_together() -> None:
+    talk = Talk(make("gemma3_text", context=512))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.dropped_tokens and "as text, since layers with a window keep no more" in report.reasons[0]
+
+
+def test_a_conversation_that_goes_on_is_not_read_again() -> None:
+    """Each turn reads its own message only, also when the cut grows, and each is what the same cut of the KV gives."""
+    talk, reports = Talk(make(context=1024)), []
+    talk.ask(600)
+    for turn in range(16):
+        reports.append(talk.ask(90, "ab"[turn % 2], seed=turn))
+    fitted = [r for r in reports if r.dropped_tokens]
+    assert len(fitted) >= 10 and len({r.dropped_tokens for r in fitted}) < len(fitted), "one cut serves several turns"
+    assert all(r.prefilled_tokens < 150 for r in reports), "only what is new is read"
+    assert all(r.prompt_tokens + 24 <= 1024 and r.prompt_tokens > 600 for r in fitted)
+    assert {r.mode.value for r in fitted} == {"PARTIAL"}
+
+
+@pytest.mark.parametrize("precision", ["native", "safe"])
+def test_approximate_kv_is_not_found_under_exact_ids(precision: str) -> None:
+    """What was read behind a cut is kept, but neither the whole ids nor the cut ones lead to it."""
+    talk = Talk(make(context=512, precision=precision))
+    talk.ask(300)
+    store = talk.host.store
+    report = talk.ask(200, "b", seed=1)
+    assert report.dropped_tokens
+    ids = talk.prompt.ids
+    assert store.stored_tokens(ids) == len(ids) - len(talk.host.engine.fed[0]), "only what was exact before"
+    dropped = ((talk.prompt.header, talk.prompt.header + report.dropped_tokens),)
+    assert store.stored_tokens(cut(ids, dropped)) <= talk.prompt.header
+    again = Host(talk.host.settings, tiny_engine(max_position_embeddings=4096))
+    assert store.page_count > 0 and again.store.page_count == 0
+
+
+def test_an_edited_conversation_does_not_continue_from_the_cut_of_another() -> None:
+    talk = Talk(make(context=512))
+    talk.ask(300)
+    talk.ask(200, "b", seed=1)
+    talk.messages[0] = Message("user", text(300, seed=5), "user")  # one that was dropped
+    report = talk.ask(20, seed=2)
+    assert report.reused_tokens <= talk.prompt.header, "the dropped ids are compared, too"
+
+
+def test_the_first_turn_is_cut_as_text_and_later_turns_continue_from_it() -> None:
+    talk = Talk(make(context=512))
+    first = talk.ask(900)
+    assert first.mode.value == "TEXT" and "as text" in first.reasons[0] and first.dropped_tokens > 300
+    reports = [talk.ask(40, "ab"[i % 2], seed=i) for i in range(8)]
+    assert all(r.dropped_tokens > 300 and r.prefilled_tokens < 100 for r in reports)
+    assert any("was moved" in r.reasons[0] for r in reports), "when more has to go, the KV of the cut text is moved"
+
+
+def test_cut_text_is_exact() -> None:
+    talk = Talk(make(context=512))
+    talk.ask(900)
+    engine, kept = talk.host.engine._engine, talk.host.engine.fed[0]
+    assert (talk.host.engine.said[0] - engine.feed(engine.begin(None), kept)).abs().max() < 1e-4
+    assert talk.host.store.match(kept).tokens == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("gpt2", "learned positions"), ("qwen3_5_text", "recurrent state"), ("handoff", "switched off")],
+)
+def test_where_kv_can_not_be_moved_the_text_is_cut_with_the_reason(kind: str, reason: str) -> None:
+    off = kind == "handoff"
+    talk = Talk(make("llama" if off else kind, context=512, **({"handoff": False} if off else {})))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.dropped_tokens and reason in " ".join(report.reasons)
+    engine = talk.host.engine._engine
+    ids = cut(talk.prompt.ids, ((talk.prompt.header, talk.prompt.header + report.dropped_tokens),))
+    expected = engine.feed(engine.begin(None), ids)
+    last = talk.host.engine.said[0 if not kind.startswith("qwen") else 1]
+    assert (last - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_frequencies_that_switch_are_refused_and_the_text_is_cut() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
+    engine = tiny_engine(max_position_embeddings=512, rope_parameters=rope)
+    talk = Talk(Host(HostSettings("tiny", precision="native", system="Be brief."), Recorder(engine)))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.mode.value == "TEXT" and report.dropped_tokens and "frequencies" in " ".join(report.reasons)
+
+
+def test_the_least_attended_tokens_go_and_the_conversation_goes_on() -> None:
+    talk = Talk(make(context=512, fit="drop_least_attended"))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.mode.value == "PARTIAL" and report.dropped_tokens and "in " in report.reasons[0]
+    assert report.prompt_tokens + 24 <= 512 and report.reused_tokens > 150
+    reports = [talk.ask(40, "ab"[i % 2], seed=i) for i in range(8)]
+    assert all(r.prefilled_tokens < 100 and r.prompt_tokens + 24 <= 512 for r in reports)
+    assert all(r.dropped_tokens for r in reports)
+
+
+def test_attention_is_what_softmax_gives_and_changes_nothing() -> None:
+    engine = Engine(families.tiny_model("llama", attn_implementation="eager"), tiny_tokenizer(), name="eager")
+    ids = [(11 * i + 5) % 600 for i in range(16)]
+    expected = engine.feed(engine.begin(None), ids)
+    weights = engine.model(input_ids=torch.tensor([ids]), output_attentions=True).attentions
+    for implementation in ("eager", "sdpa"):
+        engine.model.set_attn_implementation(implementation)
+        meter = AttentionMeter(engine.model)
+        with meter.watching():
+            got = engine.feed(engine.begin(None), ids)
+        assert (got - expected).abs().max() < 1e-4
+        assert torch.allclose(meter.mass, sum(w.sum((0, 1, 2)) for w in weights), atol=1e-3)
+        assert engine.model.config._attn_implementation == implementation
+
+
+def test_attention_is_added_over_turns_and_kept_from_strangers() -> None:
+    known = Attended()
+    known.add((1, 2, 3), torch.tensor([1.0, 2.0, 3.0]), (0, 1, 2), ("a",), None)
+    known.add((1, 2, 3, 4), torch.tensor([1.0, 1.0, 5.0]), (0, 2, 3), ("a",), None)
+    assert known.of((1, 2, 3, 4), None).tolist() == [2, 2, 4, 5]
+    assert known.of((1, 2, 9), frozenset("a")).tolist() == [2, 2]
+    assert known.of((1, 2, 3), frozenset("b")).tolist() == []
+
+
+def test_a_model_whose_attention_is_not_seen_drops_its_head() -> None:
+    talk = Talk(make("bloom", context=512, fit="drop_least_attended"))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.mode.value == "PARTIAL" and report.dropped_tokens
+
+
+def test_older_messages_are_summed_up_once_by_who_spoke_last() -> None:
+    talk = Talk(make(context=512, fit="summarise"))
+    for seed in range(3):
+        assert not talk.ask(80, "ab"[seed % 2], seed=seed).dropped_tokens
+    reports = []
+    for seed in range(3, 9):
+        before = len(talk.host.reports)
+        reports.append(talk.ask(60, "ab"[seed % 2], seed=seed))
+        if len(talk.host.reports) == before + 2:  # the summary is a turn, too
+            assert talk.host.reports[-2].agent in "ab" and talk.host.reports[-2].generated_tokens > 0
+    written = [len(talk.host.reports) - 9]
+    assert 1 <= written[0] < 6, "one summary serves several turns"
+    short = [r for r in reports if r.dropped_tokens]
+    assert short and all("were replaced by a summary" in r.reasons[0] for r in short)
+    assert all(r.prompt_tokens + 24 <= 512 for r in reports)
+
+
+def test_a_message_that_is_too_long_alone_is_cut_whatever_the_summary() -> None:
+    talk = Talk(make(context=512, fit="summarise"))
+    talk.ask(100)
+    report = talk.ask(900, "b", seed=1)
+    assert report.prompt_tokens + 24 <= 512 and report.dropped_tokens > 400
+    assert any("as text" in reason or "was moved" in reason for reason in report.reasons)
+
+
+def test_error_is_the_old_way() -> None:
+    talk = Talk(make(context=512, fit="error"))
+    talk.ask(300)
+    with pytest.raises(ContextOverflow, match="context length exceeded"):
+        talk.ask(200, "b", seed=1)
+
+
+def test_a_cap_below_the_models_context() -> None:
+    talk = Talk(make(context=4096, context_tokens=512))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.dropped_tokens and report.prompt_tokens + report.generated_tokens <= 512
+    with pytest.raises(InvalidSetting, match="context_tokens must be at least 64"):
+        HostSettings("tiny", context_tokens=10)
+    with pytest.raises(InvalidSetting, match="no fit 'drop'; choose from drop_head"):
+        HostSettings("tiny", fit="drop")
+
+
+def test_an_answer_gets_what_it_asked_for_up_to_half_of_the_context() -> None:
+    assert room_for(2048, 512) == Room(2048, 512) and room_for(512, 4096) == Room(512, 256)
+    assert room_for(2048, None) == Room(2048, 256)
+
+
+def test_a_long_header_stays_as_far_as_its_sinks() -> None:
+    talk = Talk(make(context=512, system=text(400, seed=9)))
+    talk.ask(50)
+    report = talk.ask(50, "b", seed=1)
+    assert "(4-" in report.reasons[0] and report.prompt_tokens <= 488
+
+
+def test_evicted_pieces_mean_text() -> None:
+    talk = Talk(make(context=512))
+    talk.ask(300)
+    talk.ask(200, "b", seed=1)
+    talk.host.store.budget_bytes = 1
+    talk.ask(20, seed=2)
+    report = talk.ask(20, "b", seed=3)
+    assert report.mode.value == "TEXT" and report.dropped_tokens
+
+
+@given(
+    total=st.integers(2, 4000), header=st.integers(0, 600), context=st.integers(64, 2048), wanted=st.integers(1, 600),
+    starts=st.lists(st.integers(1, 4000), max_size=8),
+)  # fmt: skip
+def test_a_cut_fits_and_is_no_larger_than_it_must(
+    total: int, header: int, context: int, wanted: int, starts: list[int]
+) -> None:
+    room = room_for(context, wanted)
+    dropped = cut_head(total, min(header, total), 4, starts, room)
+    left = total - fitting.count(dropped)
+    assert left <= room.prompt and (dropped or total <= room.prompt)
+    assert left >= min(total, room.prompt - 2 * room.step) and left > 0
+    assert cut_head(total, min(header, total), 4, starts, room, dropped) == dropped
+    ids = tuple(range(total))
+    assert cut(ids, dropped) == tuple(i for i in ids if not any(a <= i < b for a, b in dropped))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50))),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50))),
+)
+def test_spans_are_sets_of_tokens(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    def tokens(spans) -> set[int]:
+        return {i for start, stop in spans for i in range(start, stop)}
+
+    one, two = joined((x, y) for x, y in a if x < y), joined((x, y) for x, y in b if x < y)
+    assert tokens(one) == tokens((x, y) for x, y in a if x < y)
+    assert tokens(without(one, two)) == tokens(one) - tokens(two)
+    assert fitting.count(one) == len(tokens(one))
+
+
+def test_the_least_attended_go_and_sinks_and_newest_stay() -> None:
+    room = Room(100, 20)
+    mass = [float(i % 10) for i in range(110)]
+    dropped = cut_least(120, 10, 4, mass, room)
+    gone = {i for start, stop in dropped for i in range(start, stop)}
+    assert len(gone) == 40 and min(gone) >= 10 and max(gone) < 100
+    assert max(mass[i] for i in gone) <= min(mass[i] for i in range(10, 100) if i not in gone) + 1
+    assert cut_least(120, 10, 4, mass, room, dropped) == dropped
