@@ -6,7 +6,7 @@
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qkvshare_agents import models
+from qkvshare_agents import identity, models
 from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
@@ -23,7 +23,7 @@ from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.identity import Identity
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
-from qkvshare_agents.snapshot import Snapshot
+from qkvshare_agents.snapshot import Snapshot, tensors_in
 from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
@@ -258,6 +258,19 @@ class Engine:
         logits = self.feed(second, ids[split:])
         assert logits is not None
         return logits
+
+    @torch.inference_mode()
+    def adapters_leave_kv(self) -> bool:
+        """Whether the model keeps the same of its tokens with its adapters and without them: they are at the end of the
+        last layer, and tokens that are read show no difference, bit for bit."""
+        if not identity.at_the_end(self.model, self.config.num_hidden_layers - 1):
+            return False
+        kept = []
+        for mode in (nullcontext(), identity.without_adapters(self.model)):
+            with mode:
+                self._forward(run := self.begin(None), self._probe_ids(_PROBE_TOKENS))
+            kept.append(tensors_in([vars(layer) for layer in run.cache.layers] if run.cache else []))
+        return len(kept[0]) > 0 and all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
     @torch.inference_mode()
     def _probe_replay(self) -> Replay:

@@ -52,6 +52,8 @@ class Exchange:
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         covered = settled[: sum(step.tokens for step in steps)]
+        if host.store.match(covered, turn.access.readers).not_by(host.adapters):
+            raise PackageError("KV that was computed with several LoRA adapters stays here")
         pages = [page for page, _ in host.store.match(covered, turn.access.readers).runs]
         canary, nats = _canary(host, covered, pages)
         if wider or not nats <= host.settings.coarse_limit:  # NaN, too
@@ -60,7 +62,7 @@ class Exchange:
         assert engine.shape is not None
         ledger = _spoken(prompt, turn.messages, host.ledger)
         groups = engine.shape.groups
-        return Package(settled, steps, engine.fingerprint, groups, ledger, handoff, metadata, canary=canary)
+        return Package(settled, steps, host.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
@@ -79,7 +81,7 @@ class Exchange:
                 host.ledger.record(text, package.ids[start:stop])
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
-        stored = host.store.graft(package.ids, steps, owners)
+        stored = host.store.graft(package.ids, steps, owners, host.adapters)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
         if package.canary:  # whoever forwards it compares with what the first sender said
@@ -107,7 +109,7 @@ def _refusal(host: "Host") -> str | None:
 def _mismatch(host: "Host", package: Package) -> str | None:
     engine, shape = host.engine, host.engine.shape
     assert shape is not None
-    if differences := package.fingerprint.differences(engine.fingerprint):
+    if differences := package.fingerprint.differences(host.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
     if package.groups != shape.groups:
         return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"

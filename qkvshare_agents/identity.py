@@ -99,18 +99,33 @@ def merged(model: PreTrainedModel) -> bool:
     return any(getattr(module, "merged_adapters", ()) for module in _adapted(model))
 
 
+def at_the_end(model: PreTrainedModel, last: int) -> bool:
+    """Whether adapters in effect change nothing before layer `last` and are in the model itself.
+
+    By the first number in a module's name: probing would not show what changes few tokens or experts only.
+    """
+    names = in_effect(model)
+    adapted = {id(module) for module in _adapted(model) if any(_has(module, name) for name in names)}
+    for name, module in model.named_modules():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if id(module) in adapted and (layer != last if layer is not None else name.split(".")[-1] != "lm_head"):
+            return False
+    return bool(adapted) and not merged(model)
+
+
 def split(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """(tensors of the base, those of every adapter by its name), under the names that they have without each other."""
     base: dict[str, Tensor] = {}
     adapters: dict[str, dict[str, Tensor]] = {}
     names = _settings(model).keys()
+    places = {place for module in _adapted(model) for place in _places(module)}
     for name, tensor in model.state_dict().items():
         parts = [part for part in name.removeprefix("base_model.model.").split(".") if part not in _WRAPPERS]
-        owner = next((part for part in parts if part in names), None)
-        if owner is None:
+        at = next((i for i, part in enumerate(parts) if i and parts[i - 1] in places and part in names), None)
+        if at is None:
             base[".".join(parts)] = tensor
         else:
-            adapters.setdefault(owner, {})[".".join("*" if part == owner else part for part in parts)] = tensor
+            adapters.setdefault(parts[at], {})[".".join((*parts[:at], "*", *parts[at + 1 :]))] = tensor
     return base, adapters
 
 
@@ -118,6 +133,16 @@ def _adapted(model: PreTrainedModel) -> list[Any]:
     """Modules that an adapter has wrapped. By what they have: `peft` need not be installed."""
     wrapped: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     return [m for m in wrapped if any(hasattr(m, name) for name in _WRAPPERS)] if _settings(model) else []
+
+
+def _places(module: Any) -> tuple[str, ...]:
+    """Attributes of an adapted module in which adapters have something under their names."""
+    named = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
+    return (*named, "modules_to_save")
+
+
+def _has(module: Any, adapter: str) -> bool:
+    return any(adapter in getattr(module, place, ()) for place in _places(module))
 
 
 def _settings(model: Any) -> dict[str, Any]:

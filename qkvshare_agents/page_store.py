@@ -81,6 +81,7 @@ class PageStore:
         *,
         points: Sequence[int] = (),
         computed_from: int = 0,
+        by: str = "",
     ) -> int:
         """Store the KV of `ids` as far as it is not stored yet; returns the number of pages made.
 
@@ -89,6 +90,7 @@ class PageStore:
         and put into the tree afterwards, all or none: an error or a cancellation in between leaves the store
         as it was. points: positions in `ids`, beside their end, from where it should be possible to go on.
         computed_from: the KV of ids from here on is new; pages that lack layers with a window are made again of it.
+        by: the adapters that computed it.
         Raises InvalidSetting for an id that is negative or has more than 63 bits.
         """
         run = tuple(ids)
@@ -106,12 +108,13 @@ class PageStore:
         pages = [make_page(*span) for span in spans]
         renewed = {span: make_page(*span, True) for span in lacking}
         with self._lock:
-            shares, kept = self._drop_outgrown(run)
+            shares, kept, others = self._drop_outgrown(run)
             node = self._end(base)
             for known in path(node):
-                known.page = renewed.get((known.start, known.end), known.page)
+                if page := renewed.get((known.start, known.end)):
+                    known.page, known.by = page, frozenset({by})
             for (start, stop, sealed), page in zip(spans, pages, strict=True):
-                node = self._child(node, run[start:stop], page, sealed)
+                node = self._child(node, run[start:stop], page, sealed, others | {by})
             self._settle(path(node), shares | dict.fromkeys(owners, len(run)), [*ahead, *kept])
         return len(pages) + len(renewed)
 
@@ -209,18 +212,20 @@ class PageStore:
             if id(node.page) not in needed:
                 node.page = bare.setdefault(id(node.page), node.page.without(self.window.layers))
 
-    def _drop_outgrown(self, ids: Ids) -> tuple[dict[str, int], set[int]]:
-        """Remove open runs that `ids` go on from; returns up to which token each of their owners owned `ids`, and
-        their points."""
+    def _drop_outgrown(self, ids: Ids) -> tuple[dict[str, int], set[int], frozenset[str]]:
+        """Remove open runs that `ids` go on from; returns up to which token each of their owners owned `ids`, their
+        points, and the adapters that computed them."""
         shares: dict[str, int] = {}
         points: set[int] = set()
+        adapters: frozenset[str] = frozenset()
         for node, start, common in list(self._agreeing(ids)):
             if not node.sealed and common == len(node.ids):
                 remove(node)
                 points |= node.points
+                adapters |= node.by
                 for owner, tokens in node.owners.items():
                     shares[owner] = max(start + tokens, shares.get(owner, 0))
-        return shares, points
+        return shares, points, adapters
 
     def _end(self, base: Match) -> Node:
         """The node below which new pages go: the match's last, or a slice of it when it is not used up."""
@@ -230,9 +235,9 @@ class PageStore:
         if base.last_tokens == len(last.ids):
             return last
         assert last.parent is not None
-        return self._child(last.parent, last.ids[: base.last_tokens], last.page)
+        return self._child(last.parent, last.ids[: base.last_tokens], last.page, by=last.by)
 
-    def _child(self, parent: Node, ids: Ids, page: Page, sealed: bool = True) -> Node:
+    def _child(self, parent: Node, ids: Ids, page: Page, sealed: bool = True, by: frozenset[str] = frozenset()) -> Node:
         layers = self.window.layers if self.window else frozenset()
         for child in parent.children:
             covers = (
@@ -240,7 +245,7 @@ class PageStore:
             )
             if child.ids == ids or covers:
                 return child  # stored meanwhile, a slice that another branch made, or a longer run that covers it
-        node = Node(ids, page, parent, chained_key(parent.key, ids), sealed, start=parent.end)
+        node = Node(ids, page, parent, chained_key(parent.key, ids), sealed, start=parent.end, by=by)
         parent.children.append(node)
         return node
 

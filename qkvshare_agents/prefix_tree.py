@@ -25,7 +25,8 @@ class Node:
     """A run of token ids and the page with their KV. `page` may hold more tokens than the run (a slice).
 
     start: tokens before the run. points: positions in it, counted from the conversation's begin, where a turn ended or
-    a cue began. owners: who computed the run's KV or was handed it, and how many of its leading tokens.
+    a cue began. owners: who computed the run's KV or was handed it, and how many of its leading tokens. by: with which
+    adapters it was computed.
     """
 
     ids: Ids
@@ -38,6 +39,7 @@ class Node:
     points: set[int] = field(default_factory=set)
     start: int = 0
     last_used: int = 0
+    by: frozenset[str] = frozenset()
 
     @property
     def end(self) -> int:
@@ -91,6 +93,11 @@ class Match:
             return replace(self, nodes=(), pages=(), last_tokens=0)
         last = min(tokens, self.tokens) - self.nodes[count - 1].start
         return replace(self, nodes=self.nodes[:count], pages=self.pages[:count], last_tokens=last)
+
+    def not_by(self, adapters: str) -> int:
+        """How many tokens were computed with other adapters."""
+        runs = zip(self.nodes, self.runs, strict=True)
+        return sum(tokens for node, (_, tokens) in runs if node.by - {adapters})
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from qkvshare_agents.drift import canary_of
 from qkvshare_agents.encoder import Ids
 from qkvshare_agents.errors import Cancelled, CodecError
 from qkvshare_agents.fitter import whole
+from qkvshare_agents.identity import without_adapters
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
 from qkvshare_agents.planner import Mode, plan, stale_after
@@ -58,7 +60,13 @@ class Runner:
         kv = KVCache(shape) if apart else self._working_cache(len(ids))
         kv.load(runs)
         kv.crop(len(ids) - count)
-        return self._host.engine.logits(kv, ids[-count:], count)
+        engine = self._host.engine
+        with nullcontext() if self._speaks_plainly() else without_adapters(engine.model):
+            return engine.logits(kv, ids[-count:], count)
+
+    def _speaks_plainly(self) -> bool:
+        """Whether what the model says is what its KV's fingerprint stands for: no adapter changes the end alone."""
+        return self._host.settings.lora == "refuse" or self._host.fingerprint == self._host.engine.fingerprint
 
     def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         engine = self._host.engine  # loading is no part of the turn
@@ -168,6 +176,9 @@ class Runner:
             withheld=access.reason if hidden else "",
             stateless_tokens=found - match.tokens,
         )
+        if others := match.not_by(self._host.adapters):
+            why = f"KV of {others} tokens was computed with other LoRA adapters, which is an approximation"
+            decision = replace(decision, reasons=(*decision.reasons, why))
         importing = time.perf_counter()
         kv = self._working_cache(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         kv.load(match.runs)
@@ -213,7 +224,7 @@ class Runner:
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         self._composer.keep(start, fed, prompt, turn)
-        if start.assembly is None:
+        if start.assembly is None and self._speaks_plainly():
             self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state
@@ -236,7 +247,7 @@ class Runner:
             return replace(page, hops=start.hops)
 
         if start.renews and not assembly.mark:
-            store.renew(path, make_page)
+            store.renew(path, make_page, self._host.adapters)
         store.extend(
             path,
             precision.page_size,
@@ -245,6 +256,7 @@ class Runner:
             start.owners,
             points=points,
             computed_from=start.covered,
+            by=self._host.adapters,
         )
 
     def _replay(self, prompt: Prompt, first: Tensor) -> tuple[float, float]:

@@ -90,7 +90,7 @@ class SharedPageStore(PageStore):
                 start, new = start + step.tokens, new + (node is None)
         return runs, new
 
-    def renew(self, ids: Sequence[int], make_page: Callable[[int, int, bool], Page]) -> int:
+    def renew(self, ids: Sequence[int], make_page: Callable[[int, int, bool], Page], by: str = "") -> int:
         """Replace those pages under `ids` that handoffs lie behind; returns how many. make_page: as for `extend`.
 
         Conversations that share a run read its new page from now on; what they computed behind the old one stays.
@@ -105,17 +105,18 @@ class SharedPageStore(PageStore):
         with self._lock:
             for node, tokens, page in made:
                 if tokens == len(node.ids):
-                    node.page = page
+                    node.page, node.by = page, frozenset({by})
                 elif node.sealed and node.parent is not None:
-                    self._child(node.parent, node.ids[:tokens], page)
+                    self._child(node.parent, node.ids[:tokens], page, by=frozenset({by}))
             self._evict()
         return len(made)
 
-    def graft(self, ids: Sequence[int], steps: Sequence[Step], owners: Sequence[str] = ()) -> int:
+    def graft(self, ids: Sequence[int], steps: Sequence[Step], owners: Sequence[str] = (), by: str = "") -> int:
         """Store the steps' pages under `ids`; returns how many leading ids can be continued from now.
 
         Runs that are stored already keep their own page, unless it lacks layers that the other has; `owners` join
-        theirs. It ends before the first run whose page neither travelled nor is here any more.
+        theirs. It ends before the first run whose page neither travelled nor is here any more. by: the adapters that
+        computed what is new.
         """
         run = tuple(ids)
         shares: dict[str, int] = {}  # up to which token owners of runs that make way own the ids
@@ -131,7 +132,7 @@ class SharedPageStore(PageStore):
                     for child in [c for c in node.children if c.ids == part]:
                         remove(child)  # open here, sealed there: it would be in the way of what follows
                         _inherit(shares, child, start)
-                    known = self._child(node, part, step.page, step.sealed)
+                    known = self._child(node, part, step.page, step.sealed, frozenset({by}))
                 elif self.window and step.page and step.page.holds(self.window.layers):
                     known.page = known.page if known.page.holds(self.window.layers) else step.page
                 node, start = known, start + step.tokens
