@@ -20,7 +20,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page
 from qkvshare_agents.page_store import PageStore
 
-_MOST = 256  # assemblies that are remembered; the least recently used goes first
+_MOST = 64  # assemblies that are remembered; the least recently used goes first
 _MARK = 1 << 32  # above every token id
 
 
@@ -110,13 +110,16 @@ class Assemblies:
 
     def make(self, ids: Ids, dropped: Spans, source: Source) -> Assembly:
         """The assembly of the leading `ids` that `source`, already without `dropped`, has KV of."""
-        mark = next(self._marks) * _MARK
-        return Assembly(ids[: source.covered], dropped, source.pieces, mark)
+        prefix = ids[: source.covered]
+        with self._lock:
+            known = self._known.get((prefix, dropped, source.pieces))
+            return known or Assembly(prefix, dropped, source.pieces, next(self._marks) * _MARK)
 
     def keep(self, assembly: Assembly) -> None:
         key = (assembly.prefix, assembly.dropped, assembly.pieces)
         with self._lock:
-            self._known[key] = self._known.pop(key, assembly)
+            self._known.pop(key, None)
+            self._known[key] = assembly
             while len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
 

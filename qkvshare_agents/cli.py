@@ -1,4 +1,4 @@
-"""The command line: `qkvshare models`, `bench`, `eval`, and `inspect`, `ls`, `gc` for packages.
+"""The command line: `qkvshare models`, `bench`, `eval`, and `inspect`, `ls`, `gc` for packages; `top` is elsewhere.
 
 Commands import what they need when they run, so that `--help` doesn't wait for torch.
 """
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qkvshare_agents import cli_budget
 from qkvshare_agents.cli_eval import eval_app
 from qkvshare_agents.errors import QKVShareError
 
@@ -23,6 +24,7 @@ bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
+cli_budget.add_to(app, eval_app)
 
 
 @models_app.command("pull")

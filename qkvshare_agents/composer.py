@@ -149,7 +149,8 @@ class Composer:
             for behind, read in (*start.earlier, (start.assembly, ids)):
                 behind = behind or Assembly()
                 own = read[len(behind.prefix) :]
-                self._sequences.add(Sequence(own, behind.path(read), behind.tokens, start.owners))
+                if own:
+                    self._sequences.add(Sequence(own, behind.path(read), behind.tokens, start.owners))
         if self._meter:
             whole = ((0, len(prompt.ids)),)
             kept = [i for a, b in fitting.without(whole, assembly.dropped) for i in range(a, b)]

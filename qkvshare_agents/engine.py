@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qkvshare_agents import identity, models
+from qkvshare_agents import models
 from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
@@ -23,7 +23,8 @@ from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.identity import Identity
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
-from qkvshare_agents.snapshot import Snapshot, tensors_in
+from qkvshare_agents.observation import Observer
+from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
@@ -52,6 +53,7 @@ class Engine:
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
     has_state: some layers fold all tokens into a state that can't be cut.
     cache_argument: what the model's forward calls its cache. takes_positions: it can be told positions.
+    observer: looks on while the last part of a prompt is read; None by default.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
@@ -68,6 +70,7 @@ class Engine:
         self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.kv_limit_tokens = rope_switch_tokens(self.config)
         self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
+        self.observer: Observer | None = None
         self.shape: KVShape | None = None
         self.has_state = False
         self._replay: Replay = "chunks"
@@ -136,7 +139,10 @@ class Engine:
         for start in range(0, len(ids), size):
             if cancelled():
                 return None
-            logits = self._forward(run, ids[start : start + size])
+            chunk = ids[start : start + size]
+            left = len(ids) - start - len(chunk)
+            with self.observer.watching(len(chunk), left) if self.observer and run.kv else nullcontext():
+                logits = self._forward(run, chunk)
         return logits
 
     def _chunk_tokens(self, run: Run, count: int) -> int:
@@ -258,19 +264,6 @@ class Engine:
         logits = self.feed(second, ids[split:])
         assert logits is not None
         return logits
-
-    @torch.inference_mode()
-    def adapters_leave_kv(self) -> bool:
-        """Whether the model keeps the same of its tokens with its adapters and without them: they are at the end of the
-        last layer, and tokens that are read show no difference, bit for bit."""
-        if not identity.at_the_end(self.model, self.config.num_hidden_layers - 1):
-            return False
-        kept = []
-        for mode in (nullcontext(), identity.without_adapters(self.model)):
-            with mode:
-                self._forward(run := self.begin(None), self._probe_ids(_PROBE_TOKENS))
-            kept.append(tensors_in([vars(layer) for layer in run.cache.layers] if run.cache else []))
-        return len(kept[0]) > 0 and all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
     @torch.inference_mode()
     def _probe_replay(self) -> Replay:

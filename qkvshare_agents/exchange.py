@@ -14,7 +14,8 @@ from qkvshare_agents.errors import PackageError
 from qkvshare_agents.kv_cache import KVShape
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import PRESETS, Page, Part, keep_native, seal
+from qkvshare_agents.page import PRESETS, Page, keep_native, seal
+from qkvshare_agents.part import Part
 from qkvshare_agents.prefix_tree import chained_key
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.span import in_words
@@ -47,20 +48,22 @@ class Exchange:
         if refusal := _refusal(host):
             raise PackageError(f"there is no KV to hand over: {refusal}")
         prompt = host.prompt(turn)
-        settled = prompt.ids[: max((end for end, _ in prompt.answers), default=prompt.settled)]
+        last = max((end for end, _ in prompt.answers), default=prompt.settled)
+        settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
         steps = host.store.steps(settled, have, turn.access.readers)
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         covered = settled[: sum(step.tokens for step in steps)]
         if host.store.match(covered, turn.access.readers).not_by(host.adapters):
             raise PackageError("KV that was computed with several LoRA adapters stays here")
-        pages = [page for page, _ in host.store.match(covered, turn.access.readers).runs]
-        canary, nats = _canary(host, covered, pages)
+        runs, _ = host.store.lineup(covered, steps)
+        canary, nats = _canary(host, covered, runs)
         if wider or not nats <= host.settings.coarse_limit:  # NaN, too
-            steps, pages = _widened(host, covered, max(page.hops for page in pages), nats)
-            canary, _ = _canary(host, covered, pages)
+            steps = _widened(host, covered, max(page.hops for page, _ in runs), nats)
+            canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page])
         assert engine.shape is not None
-        ledger = _spoken(prompt, turn.messages, host.ledger)
+        spoken = _spoken(prompt, turn.messages, host.ledger)
+        ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
         groups = engine.shape.groups
         return Package(settled, steps, host.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 
@@ -138,16 +141,17 @@ def _lacking(package: Package, shape: KVShape) -> str | None:
     return None
 
 
-def _canary(host: "Host", ids: tuple[int, ...], pages: Sequence[Page]) -> tuple[Canary, float]:
-    """What is expected behind `pages`; how far, in nats, that is off what the turn that computed their KV expected."""
-    count, tokens = min(WATCHED, len(ids)), [page.tokens for page in pages]
-    tokens[-1] -= sum(tokens) - len(ids)
-    logits = host.runner.expected(zip(pages, tokens, strict=True), ids, count, apart=True)
+def _canary(host: "Host", ids: tuple[int, ...], runs: Sequence[tuple[Page, int]]) -> tuple[Canary | None, float]:
+    """What is expected behind `runs`; how far, in nats, that is off what the turn that computed their KV expected."""
+    if host.settings.canary_limit == inf:
+        return None, 0.0
+    count = min(WATCHED, len(ids))
+    logits = host.runner.expected(runs, ids, count, apart=True)
     turn = host.canaries.find(ids)
     return canary_of(logits), divergence(turn.last(count), logits) if turn and turn.tokens >= count else 0.0
 
 
-def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[tuple[Step, ...], list[Page]]:
+def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[Step, ...]:
     """The KV of `ids` again, from the native cache that their turn left behind. Raises PackageError if it is gone."""
     kv, precision = host.runner.native(ids), host.precision
     if kv is None or precision.is_native:
@@ -157,7 +161,6 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
     narrow = any(bits and bits < 8 for bits in widths)
     wider = replace(precision, key_bits=8, value_bits=8, widths=None) if narrow else PRESETS["native"]
     steps: list[Step] = []
-    pages: list[Page] = []
     key = host.store.root_key
     for start in range(0, len(ids), precision.page_size):
         part = ids[start : start + precision.page_size]
@@ -166,12 +169,11 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
         if window and not window.sees(start, start + len(part), (len(ids),)):
             span = span.without(window.layers)
         page = seal(span, wider, starts_sequence=start == 0) if full else keep_native(span)
-        pages.append(replace(page, hops=hops))
-        steps.append(Step(len(part), key, full, pages[-1]))
-    return tuple(steps), pages
+        steps.append(Step(len(part), key, full, replace(page, hops=hops)))
+    return tuple(steps)
 
 
-def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
+def _listen(host: "Host", package: Package, runs: Sequence[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
     """Whether the KV in `runs` says what its sender's said."""
     limit, canary, ids = host.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
     if limit == inf:

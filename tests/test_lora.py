@@ -13,6 +13,7 @@ from qkvshare_agents import identity, package
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, PackageError
 from qkvshare_agents.host import HostSettings
+from qkvshare_agents.lora import adapters_leave_kv
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message
@@ -105,12 +106,12 @@ def test_a_merged_adapter_is_another_base() -> None:
     engine = engine_of(one=HARMLESS["ends"])
     engine.model.merge_adapter()
     assert "weights" in engine.fingerprint.differences(Engine(tiny_model(), tiny_tokenizer()).fingerprint)
-    assert not engine.adapters_leave_kv()
+    assert not adapters_leave_kv(engine)
 
 
 @pytest.mark.parametrize("name", [*HARMLESS, *HARMFUL])
 def test_what_leaves_kv_alone_is_known(name: str) -> None:
-    assert engine_of(one={**HARMLESS, **HARMFUL}[name]).adapters_leave_kv() == (name in HARMLESS)
+    assert adapters_leave_kv(engine_of(one={**HARMLESS, **HARMFUL}[name])) == (name in HARMLESS)
 
 
 def test_settings_say_what_there_is() -> None:

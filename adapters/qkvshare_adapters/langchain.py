@@ -76,9 +76,11 @@ class ChatQKVShare(BaseChatModel):
     attn_implementation: str | None = None
     thinking: bool = False
     precision: str = "safe"
+    average_bits: float | None = None
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
+    packed_history: bool = False
     handoff: bool = True
     measure_replay: bool = False
     canary_limit: float | None = None
