@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qkvshare_agents import models
+from qkvshare_agents import models, probed
 from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
@@ -24,15 +24,13 @@ from qkvshare_agents.identity import Identity
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
 from qkvshare_agents.observation import Observer
+from qkvshare_agents.probed import Replay
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
 _PROBE_TOKENS = 12
 _PROBED_WINDOW_TOKENS = 64  # wider ones are probed as if they were this wide, in seconds on a CPU
-# How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
-# anew with every longer call); or only as a whole, with no cache at all.
-Replay = Literal["chunks", "steps", "whole"]
 
 
 @dataclass
@@ -56,7 +54,10 @@ class Engine:
     observer: looks on while the last part of a prompt is read; None by default.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False, remember: bool = False
+    ) -> None:
+        """remember: take what an earlier probe of this very model found, and keep what this one finds."""
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
@@ -74,10 +75,12 @@ class Engine:
         self.shape: KVShape | None = None
         self.has_state = False
         self._replay: Replay = "chunks"
-        self.refusal = self._probe()
+        self._identity = Identity(model, tokenizer)
+        self.refusal = None if remember and self._recall() else self._probe()
         if self.refusal:
             self._replay = self._probe_replay()
-        self._identity = Identity(model, tokenizer)
+        elif remember and self.shape:
+            probed.keep(self.fingerprint, self.model, (self.shape, self.has_state, self._replay))
 
     @classmethod
     def load(
@@ -103,7 +106,7 @@ class Engine:
         except OSError as error:  # not on the Hub, Hub out of reach, or files missing
             raise ModelNotFound(f"model {model!r} can't be loaded: {str(error).strip().splitlines()[0]}") from error
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(loaded.to(device), tokenizer, name=model, thinking=thinking)
+        return cls(loaded.to(device), tokenizer, name=model, thinking=thinking, remember=True)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -209,6 +212,12 @@ class Engine:
         output = self.model(input_ids=torch.tensor([list(ids)], device=device), **arguments)
         run.tokens += len(ids)
         return output.logits[0, -count:].float()
+
+    def _recall(self) -> bool:
+        known = probed.recall(self.fingerprint, self.model)
+        if known:
+            self.shape, self.has_state, self._replay = known
+        return known is not None
 
     @torch.inference_mode()
     def _probe(self) -> str | None:

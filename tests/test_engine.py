@@ -11,7 +11,7 @@ import transformers
 from support import tiny_engine, tiny_model, tiny_tokenizer
 from transformers import CONFIG_MAPPING, DynamicCache
 
-from qkvshare_agents import layers, page
+from qkvshare_agents import layers, page, verdicts
 from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
 from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache
@@ -104,6 +104,41 @@ SLIDING = [
     ("gemma3_text", {"sliding_window": 24, "head_dim": 16}),  # sliding and full layers
     ("cohere2", {"sliding_window": 24}),
 ]
+
+
+def test_a_probe_is_remembered_of_the_very_same_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = []
+    original = Engine._probe
+    monkeypatch.setattr(Engine, "_probe", lambda self: probes.append(self.name) or original(self))
+
+    def load(name: str, seed: int = 0, **overrides: object) -> Engine:
+        model = tiny_model("gemma3_text", seed, sliding_window=24, head_dim=16, **overrides)
+        return Engine(model, tiny_tokenizer(), name=name, remember=True)
+
+    first, again = load("first"), load("again")
+    assert probes == ["first"]
+    assert again.refusal is None and again.shape == first.shape and again.shape.window == first.shape.window
+    ids = ids_of_length(90)
+    assert (
+        handed_over(again, ids, 70, page.preset("native")) - uninterrupted(again, ids)
+    ).abs().max() <= MAX_DIFFERENCE
+    load("another", seed=1)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    load("another torch")
+    assert probes == ["first", "another", "another torch"]
+    for damage in ("", "[]", '{"groups": 3}', '{"groups": [[[0], 1]], "windows": []}'):
+        for file in (verdicts.directory() / "probe").iterdir():
+            file.write_text(damage)
+        assert load("damaged").shape == first.shape
+    assert probes[3:] == ["damaged"] * 4
+
+
+def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_continued", lambda *_: torch.zeros(640))
+        assert Engine(model, tiny_tokenizer(), remember=True).refusal
+    assert Engine(model, tiny_tokenizer(), remember=True).refusal is None
 
 
 @pytest.mark.parametrize(("kind", "overrides"), SLIDING)
