@@ -4,18 +4,17 @@ Keys have channels with an offset and a range of their own, so a group runs alon
 channel*, KIVI, arXiv 2402.02750); values have not, so a group runs along one token's head (*per token*).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qkvshare_agents.errors import CodecError
-from qkvshare_kernels import reference
+from qkvshare_agents.errors import CodecError, InvalidSetting
+from qkvshare_kernels import backend
 
 Group = Literal["channel", "token"]
 WIDTHS = (8, 4, 3, 2)
-_LARGEST = torch.finfo(torch.float16).max
 _GROUP_DIM: dict[Group, int] = {"channel": -2, "token": -1}
 
 
@@ -55,6 +54,11 @@ class Encoded:
         codes = self.codes[..., :tokens, :]
         return Encoded(codes, scale, minimum, self.bits, self.group, self.dim, self.group_size, self.rotated)
 
+    def layer(self, index: int) -> "Encoded":
+        """One layer of a stack [L, H, T, D]: [H, T, D], views of the same bytes."""
+        minimum = None if self.minimum is None else self.minimum[index]
+        return replace(self, codes=self.codes[index], scale=self.scale[index], minimum=minimum)
+
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.codes, self.scale) if self.minimum is None else (self.codes, self.scale, self.minimum)
 
@@ -81,16 +85,13 @@ def encode(
         raise CodecError("nothing to encode: the tensor holds no token")
     if group_size is not None and group_size < 1:
         raise CodecError(f"group_size must be at least 1, not {group_size}")
-    values = x.float()
-    if rotate:
-        values = values @ reference.hadamard(x.shape[-1], x.device)
-    dim = _GROUP_DIM[group]
-    codes, scale, minimum = reference.quantize(values, bits, dim, symmetric=symmetric, group_size=group_size, fit=fit)
-    levels = (1 << bits) - 1
-    reach = scale.float() * (levels / 2) if minimum is None else minimum.float() + scale.float() * levels
-    if not bool((reach.abs() <= _LARGEST).all()):  # also for NaN and Inf, which pass into scale or minimum
-        raise CodecError(f"keys or values hold NaN, Inf or magnitudes beyond {_LARGEST:,.0f}")
-    packed = reference.pack(codes, bits).contiguous()
+    kernels, dim = _kernels(x.device), _GROUP_DIM[group]
+    try:
+        packed, scale, minimum = kernels.quantize(
+            x, bits, dim, symmetric=symmetric, group_size=group_size, fit=fit, rotate=rotate
+        )
+    except ValueError as error:
+        raise CodecError(str(error)) from error
     return Encoded(packed, scale, minimum, bits, group, x.shape[-1], group_size, rotate)
 
 
@@ -98,14 +99,57 @@ def decode_into(encoded: Encoded, out: Tensor) -> None:
     """Dequantize into `out` [..., H, T, D], a view of the reader's own cache: no intermediate copy stays."""
     if out.shape != (*encoded.codes.shape[:-1], encoded.dim):
         raise CodecError(f"{(*encoded.codes.shape[:-1], encoded.dim)} values do not fit into {tuple(out.shape)}")
-    codes = reference.unpack(encoded.codes, encoded.bits, encoded.dim)
-    values = torch.empty(out.shape, dtype=torch.float32, device=out.device) if encoded.rotated else out
-    dim = _GROUP_DIM[encoded.group]
-    reference.dequantize(
-        codes, encoded.scale, encoded.minimum, encoded.bits, dim, values, group_size=encoded.group_size
+    _kernels(out.device).dequantize(
+        encoded.codes,
+        encoded.scale,
+        encoded.minimum,
+        encoded.bits,
+        _GROUP_DIM[encoded.group],
+        out,
+        group_size=encoded.group_size,
+        rotate=encoded.rotated,
     )
-    if encoded.rotated:
-        out.copy_(values @ reference.hadamard(encoded.dim, out.device))
+
+
+def kernels_name(device: torch.device) -> str:
+    """Which kernels encode and decode tensors on `device` now: `triton`, `cpu` or `torch`."""
+    return _kernels(device).name
+
+
+def prepare(device: torch.device) -> None:
+    """Begin to build what makes the codec fast on `device`, behind the caller's back; until then it works without.
+
+    Raises InvalidSetting if $QKVSHARE_KERNELS names kernels that can't run here.
+    """
+    try:
+        backend.prepare(device)
+    except backend.KernelsUnavailable as error:
+        raise InvalidSetting(str(error)) from error
+
+
+def _kernels(device: torch.device) -> backend.Kernels:
+    try:
+        return backend.kernels(device)
+    except backend.KernelsUnavailable as error:
+        raise InvalidSetting(str(error)) from error
+
+
+def encoded_bytes(
+    heads: int,
+    tokens: int,
+    dim: int,
+    bits: int,
+    group: Group,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = False,
+) -> int:
+    """What `encode` of a tensor [heads, tokens, dim] keeps: codes, scales and minima."""
+    unit = {8: 1, 4: 2, 3: 8, 2: 4}[bits]  # values that are packed together
+    row = -(-dim // unit) * unit * bits // 8
+    along, across = (tokens, dim) if group == "channel" else (dim, tokens)
+    scales = across * -(-along // (group_size or along))
+    return heads * (tokens * row + scales * (2 if symmetric else 4))
 
 
 def _check_width(bits: int) -> None:

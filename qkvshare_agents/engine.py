@@ -6,6 +6,7 @@
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFoun
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of
+from qkvshare_agents.observation import Observer
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
 
@@ -50,6 +52,7 @@ class Engine:
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
     has_state: some layers fold all tokens into a state that can't be cut.
     cache_argument: what the model's forward calls its cache. takes_positions: it can be told positions.
+    observer: looks on while the last part of a prompt is read; None by default.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
@@ -65,6 +68,7 @@ class Engine:
         self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.kv_limit_tokens = rope_switch_tokens(self.config)
         self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
+        self.observer: Observer | None = None
         self.shape: KVShape | None = None
         self.has_state = False
         self._replay: Replay = "chunks"
@@ -146,7 +150,10 @@ class Engine:
         for start in range(0, len(ids), size):
             if cancelled():
                 return None
-            logits = self._forward(run, ids[start : start + size])
+            chunk = ids[start : start + size]
+            left = len(ids) - start - len(chunk)
+            with self.observer.watching(len(chunk), left) if self.observer and run.kv else nullcontext():
+                logits = self._forward(run, chunk)
         return logits
 
     def _chunk_tokens(self, run: Run, count: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, device
 
+from qkvshare_agents import projection
 from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.ledger import Ledger
@@ -52,11 +53,11 @@ class Exchange:
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         covered = settled[: sum(step.tokens for step in steps)]
-        pages = [page for page, _ in host.store.match(covered, turn.access.readers).runs]
-        canary, nats = _canary(host, covered, pages)
+        runs, _ = host.store.lineup(covered, steps)
+        canary, nats = _canary(host, covered, runs)
         if wider or not nats <= host.settings.coarse_limit:  # NaN, too
-            steps, pages = _widened(host, covered, max(page.hops for page in pages), nats)
-            canary, _ = _canary(host, covered, pages)
+            steps = _widened(host, covered, max(page.hops for page, _ in runs), nats)
+            canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page])
         assert engine.shape is not None
         spoken = _spoken(prompt, turn.messages, host.ledger)
         ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
@@ -66,8 +67,15 @@ class Exchange:
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
         engine = host.engine
-        if reason := _refusal(host) or _mismatch(host, package) or self._repeated(package):
+        projector = host.projector_from(package.fingerprint)
+        mismatch = None if projector else _mismatch(host, package)
+        if reason := _refusal(host) or mismatch or self._repeated(package):
             return Arrival((reason,))
+        if projector:
+            heard = projection.adopt(host, projector, package, owners)
+            if not heard.reasons:
+                _learn(host.ledger, package)
+            return heard
         assert engine.shape is not None
         steps = [_on(engine.shape.device, step) for step in package.steps]
         (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
@@ -75,9 +83,7 @@ class Exchange:
         heard = _listen(host, package, runs, steps) if new and came == whole else Arrival()
         if heard.reasons:
             return heard
-        for text, start, stop in package.ledger:
-            if host.ledger.find(text) is None:  # what was generated here is not overwritten
-                host.ledger.record(text, package.ids[start:stop])
+        _learn(host.ledger, package)
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
         stored = host.store.graft(package.ids, steps, owners)
@@ -95,6 +101,12 @@ class Exchange:
             return "the package came in before; its pages are here, or were evicted since"
         self._seen[package.id] = package.expires_ms
         return None
+
+
+def _learn(ledger: Ledger, package: Package) -> None:
+    for text, start, stop in package.ledger:
+        if ledger.find(text) is None:  # what was generated here is not overwritten
+            ledger.record(text, package.ids[start:stop])
 
 
 def _refusal(host: "Host") -> str | None:
@@ -125,16 +137,17 @@ def _mismatch(host: "Host", package: Package) -> str | None:
     return None
 
 
-def _canary(host: "Host", ids: tuple[int, ...], pages: Sequence[Page]) -> tuple[Canary, float]:
-    """What is expected behind `pages`; how far, in nats, that is off what the turn that computed their KV expected."""
-    count, tokens = min(WATCHED, len(ids)), [page.tokens for page in pages]
-    tokens[-1] -= sum(tokens) - len(ids)
-    logits = host.runner.expected(zip(pages, tokens, strict=True), ids, count, apart=True)
+def _canary(host: "Host", ids: tuple[int, ...], runs: Sequence[tuple[Page, int]]) -> tuple[Canary | None, float]:
+    """What is expected behind `runs`; how far, in nats, that is off what the turn that computed their KV expected."""
+    if host.settings.canary_limit == inf:
+        return None, 0.0
+    count = min(WATCHED, len(ids))
+    logits = host.runner.expected(runs, ids, count, apart=True)
     turn = host.canaries.find(ids)
     return canary_of(logits), divergence(turn.last(count), logits) if turn and turn.tokens >= count else 0.0
 
 
-def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[tuple[Step, ...], list[Page]]:
+def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[Step, ...]:
     """The KV of `ids` again, from the native cache that their turn left behind. Raises PackageError if it is gone."""
     kv, precision = host.runner.native(ids), host.precision
     if kv is None or precision.is_native:
@@ -144,19 +157,17 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
     narrow = any(bits and bits < 8 for bits in widths)
     wider = replace(precision, key_bits=8, value_bits=8, widths=None) if narrow else PRESETS["native"]
     steps: list[Step] = []
-    pages: list[Page] = []
     key = host.store.root_key
     for start in range(0, len(ids), precision.page_size):
         part = ids[start : start + precision.page_size]
         key, full = chained_key(key, part), len(part) == precision.page_size
         span = kv.span(start, start + len(part))
         page = seal(span, wider, starts_sequence=start == 0) if full else keep_native(span)
-        pages.append(replace(page, hops=hops))
-        steps.append(Step(len(part), key, full, pages[-1]))
-    return tuple(steps), pages
+        steps.append(Step(len(part), key, full, replace(page, hops=hops)))
+    return tuple(steps)
 
 
-def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
+def _listen(host: "Host", package: Package, runs: Sequence[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
     """Whether the KV in `runs` says what its sender's said."""
     limit, canary, ids = host.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
     if limit == inf:

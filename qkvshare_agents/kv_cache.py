@@ -114,6 +114,10 @@ class KVCache:
         keys, values = self._held[group]
         return keys[row, :, :stop], values[row, :, :stop]
 
+    def length(self, layer: int) -> int:
+        """Tokens of one layer; within a forward, layers that were run have more."""
+        return self._lengths[layer]
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys [H, t, Dk] and values [H, t, Dv] of one layer; returns views of all its tokens [H, T, D]."""
         start = self._lengths[layer]

@@ -95,6 +95,22 @@ def preset(name: str) -> Precision:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Keys or values [H, T, D] of one layer: the first tokens `native`, then `packed`."""
+
+    native: Tensor | None
+    packed: Encoded | None
+
+    def open_into(self, out: Tensor) -> None:
+        """Write all of it, in the reader's precision, into a view [..., T, D]."""
+        split = 0 if self.native is None else self.native.shape[-2]
+        if self.native is not None:
+            out[..., :split, :].copy_(self.native)
+        if self.packed:
+            codec.decode_into(self.packed, out[..., split:, :])
+
+
+@dataclass(frozen=True)
 class Part:
     """Keys or values [L, H, T, D] of `layers`, in this order: the first tokens `native`, then `packed`."""
 
@@ -116,14 +132,16 @@ class Part:
         rest = tokens - self.native_tokens
         return Part(self.layers, native, self.packed.head(rest) if self.packed and rest > 0 else None)
 
+    def layer(self, layer: int, tokens: int) -> "Stored":
+        """The first `tokens` tokens of one of its layers, as views of the same bytes."""
+        row, rest = self.layers.index(layer), tokens - self.native_tokens
+        native = None if self.native is None else self.native[row, :, :tokens]
+        return Stored(native, self.packed.layer(row).head(rest) if self.packed and rest > 0 else None)
+
     def open_into(self, out: Tensor) -> None:
         """Write the first `out.shape[-2]` tokens into a view [L, H, t, D]."""
-        wanted = out.shape[-2]
-        split = min(wanted, self.native_tokens)
-        if self.native is not None:
-            out[..., :split, :].copy_(self.native[..., :split, :])
-        if self.packed and wanted > split:
-            codec.decode_into(self.packed.head(wanted - split), out[..., split:, :])
+        head = self.head(out.shape[-2])
+        Stored(head.native, head.packed).open_into(out)
 
 
 @dataclass(frozen=True)
@@ -159,6 +177,16 @@ class Page:
         for block in span.blocks:
             _fill(block.keys, block.layers, self.keys)
             _fill(block.values, block.layers, self.values)
+
+    def layer(self, layer: int, tokens: int) -> "tuple[Stored, Stored]":
+        """The first `tokens` tokens of a layer's keys and of its values as they are stored, by reference."""
+        keys, values = (
+            next((part.layer(layer, tokens) for part in parts if layer in part.layers), None)
+            for parts in (self.keys, self.values)
+        )
+        if keys is None or values is None:
+            raise CodecError(f"the page holds nothing of layer {layer}")
+        return keys, values
 
 
 EMPTY_PAGE = Page(0, (), ())

@@ -38,7 +38,8 @@ class HandoffReport:
     replay_kl: KL in nats of the first token to that of the replay, measured with it.
     dropped_tokens: of the conversation, which did not fit into the context; prompt_tokens are without them.
     hops: how many handoffs lie between the text and this turn; 0 if it read all of it. canary_nats, canary_ms: of
-    the package that came before the turn, see `Arrival`.
+    the package that came before the turn, see `Arrival`. kernels: what encoded and decoded pages, `triton`, `cpu` or
+    `torch`.
     """
 
     agent: str
@@ -61,6 +62,7 @@ class HandoffReport:
     hops: int = 0
     canary_nats: float | None = None
     canary_ms: float = 0.0
+    kernels: str = ""
 
     @property
     def prefilled_tokens(self) -> int:

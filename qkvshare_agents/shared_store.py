@@ -20,6 +20,18 @@ class SharedPageStore(PageStore):
         """A hash of the model and the salt."""
         return self._root.key
 
+    def resize(self, budget_bytes: int) -> None:
+        """Keep to another budget from now on; what is over it is dropped at once, least recently used first."""
+        with self._lock:
+            self.budget_bytes = budget_bytes
+            self._evict()
+
+    def weigh(self, ids: Sequence[int]) -> tuple[int, int]:
+        """How many leading `ids` have stored KV, and the bytes of the pages that hold it; touches nothing."""
+        with self._lock:
+            match = self._find(tuple(ids))
+            return match.tokens, match.nbytes
+
     def held(self, ids: Sequence[int]) -> tuple[bytes, ...]:
         """Content addresses of the sealed runs that `ids` begin with: what nobody needs to send."""
         match = self.match(ids)

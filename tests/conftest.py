@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a hub
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run without a GPU; triton looks when it is imported
 
 from qkvshare_agents import models, rotation
 from qkvshare_agents.engine import Engine
@@ -16,6 +17,7 @@ def no_verdicts_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("rotation")
         patch.setattr(rotation, "_directory", lambda: folder)
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))  # where hosts say what they hold
         yield
 
 

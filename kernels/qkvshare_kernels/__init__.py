@@ -1,1 +1,1 @@
-"""Fast implementations of the codec and their specification in plain torch (`reference`)."""
+"""Fast implementations of the codec (`backend` chooses) and their specification in plain torch (`reference`)."""

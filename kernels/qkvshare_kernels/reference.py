@@ -1,4 +1,4 @@
-"""Uniform quantization of groups in plain torch: the specification, and the CPU path.
+"""Uniform quantization of groups in plain torch: the specification of all kernels, and their fallback.
 
 Axis letters: `L` layers, `H` KV heads, `T` tokens, `D` head size, `G` groups. A *group* is the set of values that
 share one scale. It runs along the tokens of one channel (`dim` -2) or along the head dimension of one token
@@ -10,6 +10,10 @@ Scales and minima are stored in fp16. Both are rounded outwards (the minimum dow
 every value of the group lies inside the code range and no clamping pass is needed; with `fit` they are moved from
 the range of the group towards the least squares fit to the codes, and outlying values are clamped. Codes are
 `floor(v + 0.5)`, which all implementations share, since `round` is half-to-even here and elsewhere not.
+
+Other implementations give the same codes, scales and minima bit for bit. That takes a stated order: every product
+and every sum is rounded (no fused multiply-add), sums over a group are folded in halves (`fold`), and rotations are
+butterflies (`rotate`), not the matrix product that would give the same but for its last bits.
 """
 
 from functools import lru_cache
@@ -51,12 +55,12 @@ def quantize(
         inverse = scale.float().reciprocal()
         offset = x.new_tensor(largest / 2 + 0.5)
     else:
-        least = (low - low.abs() * (2 * FP16_STEP)).to(torch.float16)
-        minimum, scale = least.squeeze(inner), _round_up((high - least.float()) / largest)
+        least = (low - low.abs() * (2 * FP16_STEP) + 0.0).to(torch.float16)  # + 0.0: no minimum is -0.0 for 0.0
+        minimum, scale = least.squeeze(inner), _round_up((high - least.float()) * (1 / largest))
         inverse = scale.float().reciprocal()
         offset = 0.5 - least.float() * inverse
     # floor(v + 0.5) by truncation: nothing is negative behind the clamp, and without a fit nothing is before it
-    codes = torch.addcmul(offset, x, inverse)
+    codes = torch.mul(x, inverse).add_(offset)
     codes = (codes.clamp_(0, largest) if fit else codes).to(torch.uint8)
     return codes.flatten(dim - 1, dim).narrow(dim, 0, size), scale.squeeze(inner), minimum
 
@@ -65,16 +69,32 @@ def _fitted(
     x: Tensor, low: Tensor, high: Tensor, largest: int, inner: int, symmetric: bool, fit: float
 ) -> tuple[Tensor, Tensor]:
     """Ends of the code range, moved by `fit` of the way to the least squares line through (code, value)."""
-    step = (high - low).clamp_min(SMALLEST_SCALE) / largest
-    codes = torch.addcmul(0.5 - low / step, x, 1 / step).floor_()
-    middle = codes.new_tensor(largest / 2) if symmetric else codes.mean(inner, keepdim=True)
-    centre = torch.zeros_like(low) if symmetric else x.mean(inner, keepdim=True)
+    share = 1 / x.shape[inner]
+    step = (high - low).clamp_min(SMALLEST_SCALE) * (1 / largest)
+    inverse = step.reciprocal()
+    codes = torch.mul(x, inverse).add_(0.5 - low * inverse).floor_()
+    middle = codes.new_tensor(largest / 2) if symmetric else fold(codes, inner) * share
+    centre = torch.zeros_like(low) if symmetric else fold(x, inner) * share
     codes -= middle
-    spread = codes.square().sum(inner, keepdim=True)
-    slope = torch.where(spread > 0, (codes * (x - centre)).sum(inner, keepdim=True) / spread, step)
+    spread = fold(codes.square(), inner)
+    slope = torch.where(spread > 0, fold(codes * (x - centre), inner) / spread, step)
     least = centre - middle * slope
     inwards = (least - low).clamp_min(0), (high - (least + largest * slope)).clamp_min(0)  # few values may fit wider
     return low + fit * inwards[0], high - fit * inwards[1]
+
+
+def fold(x: Tensor, dim: int) -> Tensor:
+    """Sum along `dim`, which stays with size 1, in a fixed order.
+
+    Zeros fill it up to a power of two; then the second half is added to the first, until one is left.
+    """
+    size = 1 << max(0, x.shape[dim] - 1).bit_length()
+    if missing := size - x.shape[dim]:
+        x = torch.cat([x, x.new_zeros(_sizes(x, dim, missing))], dim)
+    while size > 1:
+        size //= 2
+        x = x.narrow(dim, 0, size) + x.narrow(dim, size, size)
+    return x
 
 
 def dequantize(
@@ -96,7 +116,7 @@ def dequantize(
         )
     values = codes.to(torch.float32)
     target = out if out.dtype == torch.float32 else values
-    torch.addcmul(least, values, spread, out=target)
+    torch.mul(values, spread, out=target).add_(least)
     if target is not out:
         out.copy_(values)
 
@@ -138,6 +158,19 @@ def hadamard(dim: int, device: torch.device) -> Tensor:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     block = block / len(block) ** 0.5
     return torch.block_diag(*[block] * (dim // len(block))).to(device, torch.float32)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """`x @ hadamard(D)` for float32 `x` [..., D] in a fixed order: butterflies of distance 1, 2, 4, ..."""
+    size = x.shape[-1]
+    block = size & -size
+    y = x.reshape(-1, block).t().contiguous()  # [block, *]: runs of memory at every distance
+    distance = 1
+    while distance < block:
+        lower, upper = y.view(-1, 2, distance, y.shape[1]).unbind(1)
+        y = torch.stack([lower + upper, lower - upper], 1).view(block, -1)
+        distance *= 2
+    return (y * block**-0.5).t().reshape(x.shape)
 
 
 def _round_up(scale: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ ROOM_TOKENS = 256  # in the working cache, for what follows
 _ROWS = 32
 
 
-def bring(store: PageStore, ids: Ids, kv: KVCache) -> int:
+def bring(store: PageStore, ids: Ids, kv: KVCache, *, room_tokens: int = ROOM_TOKENS) -> int:
     """Put the stored KV of all `ids` into `kv`. Raises QKVShareError if some are missing."""
-    kv.clear(len(ids) + ROOM_TOKENS)
+    kv.clear(len(ids) + room_tokens)
     kv.load(store.match(ids).runs)
     if kv.tokens != len(ids):
         raise QKVShareError(f"only {kv.tokens} of {len(ids)} tokens were handed over")
