@@ -201,7 +201,7 @@ def test_a_budget_that_holds_nothing_replays_text_and_says_why() -> None:
 
 def test_kv_that_can_not_be_encoded_is_not_kept_and_the_answer_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     h = host(precision="safe")
-    monkeypatch.setattr("qkvshare_agents.runner.seal", _refuse)
+    monkeypatch.setattr("qkvshare_agents.keeping.seal", _refuse)
     answer = h.submit(turn()).result()
     assert answer.text and "not kept" in answer.report.reasons[-1] and h.store.page_count == 0
 
