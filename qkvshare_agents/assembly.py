@@ -48,7 +48,8 @@ class Assembly:
     """The KV of `prefix`, leading ids of prompts, without the `dropped` ones.
 
     pieces: its parts, in order. mark: of what was read behind it; 0 if that is exact, as behind nothing dropped, or
-    behind a text that was cut before it was read: then it is stored behind the ids `stem`.
+    behind a text that was cut before it was read: then it is stored behind the ids `stem`. why: it is no exact KV, for
+    the report.
     """
 
     prefix: Ids = ()
@@ -56,6 +57,7 @@ class Assembly:
     pieces: tuple[Piece, ...] = ()
     mark: int = 0
     stem: Ids = ()
+    why: str = "spliced"
 
     @property
     def tokens(self) -> int:
@@ -113,7 +115,11 @@ class Assemblies:
         prefix = ids[: source.covered]
         with self._lock:
             known = self._known.get((prefix, dropped, source.pieces))
-            return known or Assembly(prefix, dropped, source.pieces, next(self._marks) * _MARK)
+            return known or Assembly(prefix, dropped, source.pieces, self.mark())
+
+    def mark(self) -> int:
+        """A new one."""
+        return next(self._marks) * _MARK
 
     def keep(self, assembly: Assembly) -> None:
         key = (assembly.prefix, assembly.dropped, assembly.pieces)

@@ -117,6 +117,27 @@ def bench_transport(
         transport.show(result)
 
 
+@bench_app.command("kernels")
+def bench_kernels(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens in the cache, a multiple of 64.")] = 2048,
+    implementation: Annotated[
+        list[str] | None, typer.Option("--impl", metavar="triton|cpu|torch", help="Only these; may be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions; medians are reported.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time quantizing, dequantizing and attention over packed pages, beside a plain copy and SDPA."""
+    from qkvshare_agents.eval import kernels
+
+    sizes = kernels.Sizes(tokens=tokens)
+    result = kernels.run(device=device, implementations=implementation or (), sizes=sizes, rounds=rounds)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        kernels.show(result)
+
+
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],
@@ -146,6 +167,37 @@ def matrix(
 
     found = known.matrix(families or known.FAMILIES)
     typer.echo(json.dumps(found, indent=2) if as_json else known.markdown(found))
+
+
+@app.command("projector")
+def projector(
+    source: Annotated[str, typer.Argument(help="The model whose KV comes: pulled name, directory or Hub id.")],
+    target: Annotated[str, typer.Argument(help="The model that is to continue from it.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="A safetensors file.")],
+    texts: Annotated[int, typer.Option(min=2, help="To fit it; a quarter as many measure it.")] = 12,
+    tokens: Annotated[int, typer.Option(min=64, help="Of each text.")] = 640,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Fit what makes one model's KV into another's (same tokenizer), and measure how good it is."""
+    from dataclasses import asdict
+
+    from qkvshare_agents.engine import Engine
+    from qkvshare_agents.eval import corpus
+    from qkvshare_agents.projector import fit
+
+    engines = Engine.load(source), Engine.load(target)
+    held_out = -(-texts // 4)
+    ids = [sample.ids for sample in corpus.samples(engines[1].template, tokens, texts + held_out)]
+    made = fit(*engines, ids[held_out:], ids[:held_out])
+    made.save(out)
+    if as_json:
+        typer.echo(json.dumps({"file": out, **asdict(made.quality), "canary_limit": made.canary_limit}, indent=2))
+        return
+    q = made.quality
+    typer.echo(
+        f"{out}: KL {q.mean_kl:.2g} nats to reading the text ({q.mean_kl_without:.2g} without any context), equal"
+    )
+    typer.echo(f"likeliest token {q.top1:.1%}, over {q.tokens} tokens of texts that it was not fitted to")
 
 
 @app.command("inspect")

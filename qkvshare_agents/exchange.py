@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, device
 
+from qkvshare_agents import projection
 from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.kv_cache import KVShape
@@ -70,8 +71,15 @@ class Exchange:
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
         engine = host.engine
-        if reason := _refusal(host) or _mismatch(host, package) or self._repeated(package):
+        projector = host.projector_from(package.fingerprint)
+        mismatch = None if projector else _mismatch(host, package)
+        if reason := _refusal(host) or mismatch or self._repeated(package):
             return Arrival((reason,))
+        if projector:
+            heard = projection.adopt(host, projector, package, owners)
+            if not heard.reasons:
+                _learn(host.ledger, package)
+            return heard
         assert engine.shape is not None
         steps = [_on(engine.shape.device, step) for step in package.steps]
         (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
@@ -79,15 +87,13 @@ class Exchange:
         heard = _listen(host, package, runs, steps) if new and came == whole else Arrival()
         if heard.reasons:
             return heard
-        for text, start, stop in package.ledger:
-            if host.ledger.find(text) is None:  # what was generated here is not overwritten
-                host.ledger.record(text, package.ids[start:stop])
+        _learn(host.ledger, package)
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
         stored = host.store.graft(package.ids, steps, owners, host.adapters)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
-        if package.canary:  # whoever forwards it compares with what the first sender said
+        if package.canary and heard.canary_nats is not None:  # whoever forwards it compares with the first sender
             host.canaries.keep(package.ids[:whole], package.canary)
         return heard
 
@@ -99,6 +105,12 @@ class Exchange:
             return "the package came in before; its pages are here, or were evicted since"
         self._seen[package.id] = package.expires_ms
         return None
+
+
+def _learn(ledger: Ledger, package: Package) -> None:
+    for text, start, stop in package.ledger:
+        if ledger.find(text) is None:  # what was generated here is not overwritten
+            ledger.record(text, package.ids[start:stop])
 
 
 def _refusal(host: "Host") -> str | None:

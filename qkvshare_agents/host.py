@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from qkvshare_agents import projector as projectors
 from qkvshare_agents import rotary, status
 from qkvshare_agents.codec import prepare
 from qkvshare_agents.drift import Canaries
@@ -26,6 +27,7 @@ from qkvshare_agents.lora import adapters_leave_kv
 from qkvshare_agents.observation import Observer
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Precision
+from qkvshare_agents.projector import Projector
 from qkvshare_agents.report import Arrival, HandoffReport
 from qkvshare_agents.residents import Key, Residents
 from qkvshare_agents.rotary import Rotary
@@ -60,6 +62,7 @@ class Host:
         self._exchange = Exchange()
         self.residents = Residents(self._precision, None)
         self._notice = Notice()
+        self._projectors: list[Projector] = []
         self._runner = Runner(self)
         self._root = b""
         self._leaves_kv: dict[bytes, bool] = {}  # by fingerprint: whether its adapters change no KV
@@ -88,6 +91,7 @@ class Host:
                     self._precision = settle(self._precision, self._engine)
                     self.rotary = rotary.of_stored(self._engine)
                 self._settle_in(self._engine)
+                self._projectors = [self._projector(path) for path in self.settings.projectors]
                 self._settled = True
             return self._engine
 
@@ -186,6 +190,18 @@ class Host:
                 root,
             )
         return self._store
+
+    def projector_from(self, source: Fingerprint) -> Projector | None:
+        """What makes that model's KV into this one's, if there is anything and the weights are what they were."""
+        wanted = source.digest.hex(), self.engine.fingerprint.digest.hex()
+        return next((p for p in self._projectors if (p.source, p.target) == wanted), None)
+
+    def _projector(self, path: str) -> Projector:
+        assert self._engine is not None
+        projector = projectors.load(path)
+        if projector.target != self._engine.fingerprint.digest.hex():
+            raise InvalidSetting(f"the projector {path} leads to another model than {self._engine.name}")
+        return projector
 
     def submit(
         self,

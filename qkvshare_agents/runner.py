@@ -55,6 +55,10 @@ class Runner:
             return None
         return self._kv
 
+    def lay_in(self, ids: Ids, kv: KVCache, owners: tuple[str, ...], why: str) -> None:
+        """Store KV of `ids` that is an approximation, and say `why` in reports of turns that continue from it."""
+        self._composer.lay_in(ids, kv, owners, why)
+
     def expected(
         self, runs: Iterable[tuple[Page, int]], ids: Sequence[int], count: int, *, apart: bool = False
     ) -> Tensor:

@@ -34,6 +34,7 @@ class HostSettings:
     ContextOverflow.
     splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt.
     An approximation; the first `recompute_tokens` of such a text are computed anew.
+    projectors: files of `qkvshare projector`, by which KV of other models is taken as an approximation.
     handoff: False replays text on every turn, the baseline. measure_replay: also time a text replay after
     every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per token
     (default: by the model's dtype, see `drift`; inf: not compared, and sent without). coarse_limit: how far packed KV
@@ -63,6 +64,7 @@ class HostSettings:
     fit: Fit = "drop_head"
     splice: bool = False
     recompute_tokens: int = 16
+    projectors: tuple[str, ...] = ()
     canary_limit: float | None = None
     coarse_limit: float = COARSE
     refresh_every: int = 0
@@ -77,6 +79,7 @@ class HostSettings:
                 f"average_bits={self.average_bits}: from 2 to 8, with precision={JOINT!r} only (not {self.precision!r})"
             )
         check_secret(self.secret)
+        object.__setattr__(self, "projectors", tuple(self.projectors))  # JSON has lists
         if self.layout not in LAYOUTS:
             raise InvalidSetting(f"no layout {self.layout!r}; the layouts are {', '.join(LAYOUTS)}")
         if self.fit not in FITS:

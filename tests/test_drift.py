@@ -32,8 +32,10 @@ from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.sharing import SharingHost
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.transport.local import LocalTransport
+from qkvshare_agents.transport.shm import ShmTransport
 from qkvshare_agents.turn import Turn
 
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, and then some more. " * 4, "user")
@@ -426,6 +428,26 @@ def test_wider_pages_of_safe_ones_are_native() -> None:
     native = host(precision="native")
     with pytest.raises(PackageError, match="as it was computed"):
         native.export(turn("b", *say(native, "a", [TASK])), wider=True)
+
+
+def test_a_host_that_finds_kv_by_itself_does_not_use_wrong_kv(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("qkvshare_agents.transport.shm.default_directory", lambda: tmp_path / "packages")
+    settings = HostSettings("tiny", secret="", share="shm")
+    a, b = SharingHost(settings, ENGINE), SharingHost(settings, ENGINE)
+    for one in (a, b):
+        for name in NAMES:
+            one.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    messages = say(a, "a", [TASK])
+    transport = ShmTransport()
+    (file,) = transport.files()
+    published = package.read(transport.get(file.key))
+    transport.delete(file.key)
+    transport.put(file.key, layers_swapped(published).write())
+    say(b, "b", messages)
+    (report,) = b.reports
+    assert report.mode.value == "TEXT" and "not used" in report.reasons[0] and report.canary_nats > 1e-3
+    for one in (a, b, transport):
+        one.close()
 
 
 # Hops and refresh
