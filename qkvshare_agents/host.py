@@ -184,11 +184,8 @@ class Host:
         root = hashlib.sha256(found.digest + salt).digest()
         if self._store is None or root != self._root:
             self._forget()
-            pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
-            self._store, self._root = (
-                SharedPageStore(root, pages_bytes, shape.window if (shape := self.engine.shape) else None),
-                root,
-            )
+            pages_bytes, shape = self.settings.budget_bytes // (2 if self.engine.has_state else 1), self.engine.shape
+            self._store, self._root = SharedPageStore(root, pages_bytes, shape.window if shape else None), root
         return self._store
 
     def projector_from(self, source: Fingerprint) -> Projector | None:

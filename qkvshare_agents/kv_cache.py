@@ -61,10 +61,13 @@ class KVShape:
 
 
 class KVCache:
-    """Native keys and values of the running turn. Not thread-safe: one turn at a time."""
+    """Native keys and values of the running turn. Not thread-safe: one turn at a time.
 
-    def __init__(self, shape: KVShape) -> None:
-        self.shape = shape
+    round_tokens: room is made for a multiple of so many tokens.
+    """
+
+    def __init__(self, shape: KVShape, *, round_tokens: int = _ROUND_TOKENS) -> None:
+        self.shape, self._round_tokens = shape, round_tokens
         self._held = self._allocate(0)
         self._places = {
             layer: (g, row) for g, group in enumerate(shape.groups) for row, layer in enumerate(group.layers)
@@ -158,7 +161,7 @@ class KVCache:
             return
         used = max(self._lengths, default=0)
         old = self.span(0, used)
-        self._room = -(-max(tokens, used * 5 // 4) // _ROUND_TOKENS) * _ROUND_TOKENS
+        self._room = -(-max(tokens, used * 5 // 4) // self._round_tokens) * self._round_tokens
         self._held = self._allocate(self._room)
         for new, kept in zip(self.span(0, used).blocks, old.blocks, strict=True):
             new.keys.copy_(kept.keys)

@@ -17,7 +17,7 @@ RANKS = {
     "host": 9, "courier": 10, "drift": 1, "sharing": 11, "registry": 12, "eval": 13, "cli_eval": 14, "cli_budget": 14,
     "cli": 15, "packed_cache": 4, "packed_attention": 6, "lean_cache": 5,
     "fitting": 1, "attention": 1, "rotary": 4, "assembly": 4.5, "splice": 5, "fitter": 5, "composer": 7, "summary": 7,
-    "lora": 6, "keeping": 7, "identity": 2, "verdicts": 2, "probed": 4, "projector": 6, "projection": 7,
+    "projector": 6, "projection": 7, "lora": 6, "keeping": 7, "identity": 2, "verdicts": 2, "probed": 4,
     "span": 1, "checks": 1, "part": 1.5, "prefix_tree": 3,  # what pages, packages and the store are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
