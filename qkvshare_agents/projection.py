@@ -58,6 +58,9 @@ def _misfit(host: "Host", projector: Projector, package: Package) -> str | None:
         return "the package has KV of another shape than the projector is for"
     if any(step.page is None for step in package.steps):
         return "pages that the sender left out are not here: another model's pages are not kept"
+    layers = frozenset(layer for group in package.groups for layer in group.layers)
+    if (engine.shape and engine.shape.window) or not all(s.page.holds(layers) for s in package.steps if s.page):
+        return "layers with a window keep no more than that window, which can't be projected"
     vocabulary = engine.model.get_input_embeddings().num_embeddings
     if max(package.ids) >= vocabulary:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"

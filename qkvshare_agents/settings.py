@@ -27,7 +27,7 @@ class HostSettings:
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
     packed_history: a turn reads what it continues from where it is stored, packed, and makes no native copy of it: less
-    memory, slower prompts (not together with `splice`).
+    memory, slower prompts (not together with `splice`, nor for layers with a window).
     context_tokens: use less than the model's context (None: all of it). fit: what becomes of a prompt that does not
     fit into it together with its answer: `drop_head` drops what follows the system text, `drop_least_attended` the
     tokens that received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
