@@ -117,6 +117,27 @@ def bench_transport(
         transport.show(result)
 
 
+@bench_app.command("kernels")
+def bench_kernels(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens in the cache, a multiple of 64.")] = 2048,
+    implementation: Annotated[
+        list[str] | None, typer.Option("--impl", metavar="triton|cpu|torch", help="Only these; may be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions; medians are reported.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time quantizing, dequantizing and attention over packed pages, beside a plain copy and SDPA."""
+    from qkvshare_agents.eval import kernels
+
+    sizes = kernels.Sizes(tokens=tokens)
+    result = kernels.run(device=device, implementations=implementation or (), sizes=sizes, rounds=rounds)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        kernels.show(result)
+
+
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],

@@ -15,8 +15,8 @@ from qkvshare_agents.fitter import Fitted, fit
 from qkvshare_agents.fitting import room_for
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
-from qkvshare_agents.page_store import NO_MATCH
 from qkvshare_agents.planner import Mode, Plan
+from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.splice import SHORTEST, Segment, Sequence, Sequences
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt

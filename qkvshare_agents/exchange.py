@@ -12,10 +12,12 @@ from torch import Tensor, device
 from qkvshare_agents import projection
 from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
 from qkvshare_agents.errors import PackageError
+from qkvshare_agents.kv_cache import KVShape
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import PRESETS, Page, Part, keep_native, seal
-from qkvshare_agents.page_store import chained_key
+from qkvshare_agents.page import PRESETS, Page, keep_native, seal
+from qkvshare_agents.part import Part
+from qkvshare_agents.prefix_tree import chained_key
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.span import in_words
 from qkvshare_agents.transcript import Message, Prompt
@@ -53,6 +55,8 @@ class Exchange:
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         covered = settled[: sum(step.tokens for step in steps)]
+        if host.store.match(covered, turn.access.readers).not_by(host.adapters):
+            raise PackageError("KV that was computed with several LoRA adapters stays here")
         runs, _ = host.store.lineup(covered, steps)
         canary, nats = _canary(host, covered, runs)
         if wider or not nats <= host.settings.coarse_limit:  # NaN, too
@@ -62,7 +66,7 @@ class Exchange:
         spoken = _spoken(prompt, turn.messages, host.ledger)
         ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
         groups = engine.shape.groups
-        return Package(settled, steps, engine.fingerprint, groups, ledger, handoff, metadata, canary=canary)
+        return Package(settled, steps, host.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
@@ -86,7 +90,7 @@ class Exchange:
         _learn(host.ledger, package)
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
-        stored = host.store.graft(package.ids, steps, owners)
+        stored = host.store.graft(package.ids, steps, owners, host.adapters)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
         if package.canary and heard.canary_nats is not None:  # whoever forwards it compares with the first sender
@@ -120,13 +124,12 @@ def _refusal(host: "Host") -> str | None:
 def _mismatch(host: "Host", package: Package) -> str | None:
     engine, shape = host.engine, host.engine.shape
     assert shape is not None
-    if differences := package.fingerprint.differences(engine.fingerprint):
+    if differences := package.fingerprint.differences(host.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
     if package.groups != shape.groups:
         return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
-    held = (sum(len(part.layers) for part in step.page.keys) for step in package.steps if step.page)
-    if any(layers != shape.layers for layers in held):
-        return "the package has pages without the KV of all layers"
+    if lacking := _lacking(package, shape):
+        return lacking
     vocabulary = engine.model.get_input_embeddings().num_embeddings
     if max(package.ids) >= vocabulary:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
@@ -134,6 +137,19 @@ def _mismatch(host: "Host", package: Package) -> str | None:
         return f"the package holds {len(package.ids)} tokens; the context has {engine.context_tokens}"
     if not host.store.fits(package.ids, package.steps):
         return "the package's addresses are not those of its token ids here: another salt (QKVSHARE_SALT)"
+    return None
+
+
+def _lacking(package: Package, shape: KVShape) -> str | None:
+    """Why its pages are not all that is looked back at from behind them."""
+    window, everything = shape.window, frozenset(range(shape.layers))
+    stop = 0
+    for step in package.steps:
+        start, stop = stop, stop + step.tokens
+        seen = window is None or window.sees(start, stop, (package.covered_tokens,))
+        needed = everything if seen or window is None else everything - window.layers
+        if step.page and not step.page.holds(needed):
+            return f"the package's page of tokens {start} to {stop} lacks layers that look back at it"
     return None
 
 
@@ -161,7 +177,9 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
     for start in range(0, len(ids), precision.page_size):
         part = ids[start : start + precision.page_size]
         key, full = chained_key(key, part), len(part) == precision.page_size
-        span = kv.span(start, start + len(part))
+        span, window = kv.span(start, start + len(part)), host.store.window
+        if window and not window.sees(start, start + len(part), (len(ids),)):
+            span = span.without(window.layers)
         page = seal(span, wider, starts_sequence=start == 0) if full else keep_native(span)
         steps.append(Step(len(part), key, full, replace(page, hops=hops)))
     return tuple(steps)

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from qkvshare_agents import projector as projectors
@@ -20,7 +21,9 @@ from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, HostClosed, InvalidSetting
 from qkvshare_agents.exchange import Exchange
 from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.identity import BASE
 from qkvshare_agents.ledger import Ledger, Roster
+from qkvshare_agents.lora import adapters_leave_kv
 from qkvshare_agents.observation import Observer
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Precision
@@ -62,6 +65,7 @@ class Host:
         self._projectors: list[Projector] = []
         self._runner = Runner(self)
         self._root = b""
+        self._leaves_kv: dict[bytes, bool] = {}  # by fingerprint: whether its adapters change no KV
         self._thread = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="qkvshare-host", initializer=self._began)
         self._pid = os.getpid()
@@ -85,11 +89,26 @@ class Host:
                 if self.settings.handoff:
                     prepare(self._engine.model.device)
                     self._precision = settle(self._precision, self._engine)
-                    self.rotary = rotary.measure(self._engine)
+                    self.rotary = rotary.of_stored(self._engine)
                 self._settle_in(self._engine)
                 self._projectors = [self._projector(path) for path in self.settings.projectors]
                 self._settled = True
             return self._engine
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of what computes KV now: the base alone, where adapters leave its KV as it is and may share it."""
+        own = self.engine.fingerprint
+        if own.lora_adapters == BASE or self.settings.lora == "refuse":
+            return own
+        if own.digest not in self._leaves_kv:
+            self._leaves_kv[own.digest] = adapters_leave_kv(self.engine)
+        return replace(own, lora_adapters=BASE) if self._leaves_kv[own.digest] else own
+
+    @property
+    def adapters(self) -> str:
+        """With which KV is computed now, where that may differ from page to page."""
+        return "" if self.settings.lora == "refuse" else self.fingerprint.lora_adapters
 
     @property
     def runner(self) -> Runner:
@@ -159,11 +178,14 @@ class Host:
     def store(self) -> SharedPageStore:
         """Pages of the model as it is now; an emptied store when its weights were changed."""
         salt = hashlib.sha256(self.settings.salt.encode()).digest()
-        root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
+        found = self.fingerprint
+        if self.settings.lora == "share_base" and not self.engine.has_state:
+            found = replace(found, lora_adapters=BASE)
+        root = hashlib.sha256(found.digest + salt).digest()
         if self._store is None or root != self._root:
             self._forget()
-            pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
-            self._store, self._root = SharedPageStore(root, pages_bytes), root
+            pages_bytes, shape = self.settings.budget_bytes // (2 if self.engine.has_state else 1), self.engine.shape
+            self._store, self._root = SharedPageStore(root, pages_bytes, shape.window if shape else None), root
         return self._store
 
     def projector_from(self, source: Fingerprint) -> Projector | None:

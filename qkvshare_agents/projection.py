@@ -52,6 +52,8 @@ def adopt(host: "Host", projector: Projector, package: Package, owners: tuple[st
 
 def _misfit(host: "Host", projector: Projector, package: Package) -> str | None:
     engine = host.engine
+    if host.rotary.refusal:
+        return f"KV of another model can't be put in place: {host.rotary.refusal}"
     if package.groups != projector.source_groups:
         return "the package has KV of another shape than the projector is for"
     if any(step.page is None for step in package.steps):

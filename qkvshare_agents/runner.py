@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,15 +17,16 @@ from qkvshare_agents.encoder import Ids
 from qkvshare_agents.engine import Run
 from qkvshare_agents.errors import Cancelled, CodecError, UnsupportedModel
 from qkvshare_agents.fitter import whole
+from qkvshare_agents.identity import without_adapters
+from qkvshare_agents.keeping import seal_read
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.lean_cache import LeanCache
 from qkvshare_agents.packed_attention import begin as begin_packed
-from qkvshare_agents.page import Page, Precision, keep_native, seal
-from qkvshare_agents.page_store import NO_MATCH
+from qkvshare_agents.page import Page
 from qkvshare_agents.planner import Mode, plan, stale_after
+from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.residents import Key
-from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start
 from qkvshare_agents.summary import Summaries
@@ -70,7 +71,13 @@ class Runner:
         kv = KVCache(shape) if apart else self._working_cache(len(ids))
         kv.load(runs)
         kv.crop(len(ids) - count)
-        return self._host.engine.logits(kv, ids[-count:], count)
+        engine = self._host.engine
+        with nullcontext() if self._speaks_plainly() else without_adapters(engine.model):
+            return engine.logits(kv, ids[-count:], count)
+
+    def _speaks_plainly(self) -> bool:
+        """Whether what the model says is what its KV's fingerprint stands for: no adapter changes the end alone."""
+        return self._host.settings.lora == "refuse" or self._host.fingerprint == self._host.engine.fingerprint
 
     def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         engine = self._host.engine  # loading is no part of the turn
@@ -153,7 +160,7 @@ class Runner:
         """Emptied, with room for `tokens`. moved: what is loaded will be written to, so it can't stay packed."""
         shape, settings = self._host.engine.shape, self._host.settings
         assert shape is not None
-        lean = settings.packed_history and shape.layers and not settings.splice and not moved
+        lean = settings.packed_history and shape.layers and not (settings.splice or moved or shape.window)
         kind = LeanCache if lean else KVCache
         if type(self._kv) is not kind or self._kv.shape != shape:
             self._kv = kind(shape)
@@ -169,11 +176,12 @@ class Runner:
         store = self._host.store
         ids = prompt.ids[:-1]  # one token must be run in any case
         match = store.match(ids, access.readers)
-        hidden = access.readers is not None and store.stored_tokens(ids) > match.tokens
-        found, state = match.tokens, None
-        if engine.has_state:
-            state = self._host.snapshots.longest(ids[:found])
+        found, state = match.agreeing, None
+        hidden = access.readers is not None and store.stored_tokens(ids) > found
+        while engine.has_state and match.tokens and (state is None or match.tokens < state.tokens):
+            state = self._host.snapshots.longest(ids[: match.tokens])
             match = match.head(state.tokens if state else 0)
+        state = state if match.tokens else None
         hops = max((page.hops for page, _ in match.runs), default=0)
         stale = stale_after(hops, self._host.settings.refresh_every) if match.tokens else None
         if stale:
@@ -186,6 +194,9 @@ class Runner:
             withheld=access.reason if hidden else "",
             stateless_tokens=found - match.tokens,
         )
+        if others := match.not_by(self._host.adapters):
+            why = f"KV of {others} tokens was computed with other LoRA adapters, which is an approximation"
+            decision = replace(decision, reasons=(*decision.reasons, why))
         importing = time.perf_counter()
         kv = self._working_cache(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         kv.load(match.runs)
@@ -233,14 +244,15 @@ class Runner:
         fed = ids[: len(last.prefix) + start.run.tokens - last.tokens]
         self._held = () if start.assembly else fed
         evicted, precision, sealed_tokens = store.evicted_pages, self._host.precision_of(_key(turn)), 0
+        by = self._host.adapters
         try:
             for assembly, read in (*start.earlier, (start.assembly, fed)):
-                sealed_tokens += self._seal(start, kv, store, assembly or Assembly(), read, precision)
+                sealed_tokens += seal_read(start, kv, read, assembly or Assembly(), prompt.settled, precision, by)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         self._host.residents.note_turn(_key(turn), fed, sealed_tokens)
         self._composer.keep(start, fed, prompt, turn)
-        if start.assembly is None:
+        if start.assembly is None and self._speaks_plainly():
             self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state
@@ -249,24 +261,6 @@ class Runner:
         if dropped := store.evicted_pages - evicted:
             return (f"{dropped} pages were dropped, least recently used first: {store.budget_bytes:,} bytes are full",)
         return ()
-
-    def _seal(
-        self, start: Start, kv: KVCache, store: SharedPageStore, assembly: Assembly, read: Ids, precision: Precision
-    ) -> int:
-        """Store what was read of the prompt `read` behind the assembly; returns how many tokens were sealed."""
-        behind, path, sealed_tokens = assembly.tokens, assembly.path(read), 0
-
-        def make_page(first: int, stop: int, sealed: bool) -> Page:
-            nonlocal sealed_tokens
-            sealed_tokens += stop - first if sealed else 0
-            span, begins = kv.span(behind + first, behind + stop), behind + first == 0
-            page = seal(span, precision, starts_sequence=begins) if sealed else keep_native(span)
-            return replace(page, hops=start.hops)
-
-        if start.renews and not assembly.mark:
-            store.renew(path, make_page)
-        store.extend(path, precision.page_size, len(path) - precision.residual_length, make_page, start.owners)
-        return sealed_tokens
 
     def _replay(self, prompt: Prompt, first: Tensor) -> tuple[float, float]:
         """Milliseconds that reading the text takes, and how far `first`, the turn's first logits, is off (nats)."""

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
@@ -38,7 +39,9 @@ class HostSettings:
     every turn. canary_limit: how far KV of another process may be off what its sender's said, in nats per token
     (default: by the model's dtype, see `drift`; inf: not compared, and sent without). coarse_limit: how far packed KV
     may be off native KV before it leaves. refresh_every: KV that so many handoffs lie behind is computed anew from the
-    text (0: never).
+    text (0: never). lora: what adapters have to do with each other's KV. `refuse`: nothing, each makes another model.
+    `share_base`: those of one base share it. That is exact between adapters that change the end of the last layer only;
+    else it is an approximation, and the report says so.
     """
 
     model: str
@@ -65,6 +68,7 @@ class HostSettings:
     canary_limit: float | None = None
     coarse_limit: float = COARSE
     refresh_every: int = 0
+    lora: Literal["refuse", "share_base"] = "refuse"
 
     def __post_init__(self) -> None:
         if self.precision not in {*PRESETS, JOINT}:
@@ -82,6 +86,8 @@ class HostSettings:
             raise InvalidSetting(f"no fit {self.fit!r}; choose from {', '.join(FITS)}")
         if self.splice and self.layout != "stock":
             raise InvalidSetting('splice is for layout="stock"; in the relay layout, the prompts of all agents are one')
+        if self.lora not in ("refuse", "share_base"):
+            raise InvalidSetting(f'no lora {self.lora!r}; choose "refuse" or "share_base"')
         if self.recompute_tokens < 0:
             raise InvalidSetting(f"recompute_tokens must not be negative: {self.recompute_tokens}")
         if self.context_tokens is not None and self.context_tokens < SHORTEST_CONTEXT:

@@ -27,7 +27,8 @@ from qkvshare_agents.errors import InvalidSetting, PackageError
 from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.package import Package
-from qkvshare_agents.page import Page, Part
+from qkvshare_agents.page import Page
+from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.sampling import Sampling

@@ -110,7 +110,7 @@ def test_1500_tokens_and_700_fit_into_2048_and_the_report_says_what_went(first: 
         assert report.mode.value == "PARTIAL" and report.reused_tokens > 1000 and "was moved" in report.reasons[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3", "bloom", "cohere"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "bloom", "cohere"])
 def test_the_moved_kv_is_the_full_one_without_what_was_dropped(kind: str) -> None:
     talk = Talk(make(kind, context=512))
     talk.ask(300)
@@ -122,6 +122,13 @@ def test_the_moved_kv_is_the_full_one_without_what_was_dropped(kind: str) -> Non
     dropped = ((talk.prompt.header, talk.prompt.header + report.dropped_tokens),)
     expected = expected_logits(talk.host, talk.prompt.ids, covered, dropped)
     assert (talk.host.engine.said[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_what_layers_with_a_window_keep_is_not_put_together() -> None:
+    talk = Talk(make("gemma3_text", context=512))
+    talk.ask(300)
+    report = talk.ask(200, "b", seed=1)
+    assert report.dropped_tokens and "as text, since layers with a window keep no more" in report.reasons[0]
 
 
 def test_a_conversation_that_goes_on_is_not_read_again() -> None:

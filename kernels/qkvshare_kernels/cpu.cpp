@@ -11,8 +11,16 @@
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; older ones refuse it
+#endif
+#endif
 
 namespace {
+
+#define INLINE inline __attribute__((always_inline))
 
 constexpr int W = 16;  // floats in a vector; compilers split it where registers are shorter
 typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -22,14 +30,14 @@ typedef uint8_t bvec __attribute__((vector_size(W), aligned(1), may_alias));
 constexpr float STEP = 1.0f / 1024, SMALLEST = 1.0f / 16384;  // 2 * FP16_STEP, SMALLEST_SCALE
 enum Type { FLOAT32, FLOAT16, BFLOAT16 };
 
-inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
-inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
-inline vec fill(float x) { return x - vec{}; }
-inline vec least_of(vec a, vec b) { return a < b ? a : b; }
-inline vec most_of(vec a, vec b) { return a > b ? a : b; }
-inline vec size_of(vec a) { return (vec)((ivec)a & 0x7fffffff); }
+INLINE vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+INLINE void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
+INLINE vec fill(float x) { return x - vec{}; }
+INLINE vec least_of(vec a, vec b) { return a < b ? a : b; }
+INLINE vec most_of(vec a, vec b) { return a > b ? a : b; }
+INLINE vec size_of(vec a) { return (vec)((ivec)a & 0x7fffffff); }
 
-inline vec from_bytes(const uint8_t* p) {
+INLINE vec from_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #else
@@ -37,9 +45,9 @@ inline vec from_bytes(const uint8_t* p) {
 #endif
 }
 
-inline vec from_bytes(bvec b) { return from_bytes(reinterpret_cast<const uint8_t*>(&b)); }
+INLINE vec from_bytes(bvec b) { return from_bytes(reinterpret_cast<const uint8_t*>(&b)); }
 
-inline void to_bytes(uint8_t* p, vec v) {
+INLINE void to_bytes(uint8_t* p, vec v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)v)));
 #else
@@ -68,6 +76,24 @@ inline uint16_t float_to_half(float f) {
 #endif
 }
 
+void halves_to_floats(const uint16_t* h, float* out, size_t n) {
+    size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h + i))));
+#endif
+    for (; i < n; i++) out[i] = half_to_float(h[i]);
+}
+
+void floats_to_halves(const float* x, uint16_t* out, size_t n) {
+    size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+#endif
+    for (; i < n; i++) out[i] = float_to_half(x[i]);
+}
+
 inline uint16_t float_to_brain(float f) {  // to nearest even
     uint32_t u;
     std::memcpy(&u, &f, 4);
@@ -79,7 +105,7 @@ void read_row(const char* p, Type type, float* out, int n) {
     if (type == FLOAT32) {
         std::memcpy(out, p, size_t(n) * 4);
     } else if (type == FLOAT16) {
-        for (int i = 0; i < n; i++) out[i] = half_to_float(h[i]);
+        halves_to_floats(h, out, n);
     } else {
         for (int i = 0; i < n; i++) {
             uint32_t u = uint32_t(h[i]) << 16;
@@ -93,14 +119,14 @@ void write_row(char* p, Type type, const float* x, int n) {
     if (type == FLOAT32) {
         std::memcpy(p, x, size_t(n) * 4);
     } else if (type == FLOAT16) {
-        for (int i = 0; i < n; i++) h[i] = float_to_half(x[i]);
+        floats_to_halves(x, h, n);
     } else {
         for (int i = 0; i < n; i++) h[i] = float_to_brain(x[i]);
     }
 }
 
 template <int D, class V>
-inline V swapped(V v) {  // element i ^ D in place of i
+INLINE V swapped(V v) {  // element i ^ D in place of i
 #define AT(i) (i) ^ D
     return __builtin_shufflevector(v, v, AT(0), AT(1), AT(2), AT(3), AT(4), AT(5), AT(6), AT(7), AT(8), AT(9), AT(10),
                                    AT(11), AT(12), AT(13), AT(14), AT(15));
@@ -109,7 +135,7 @@ inline V swapped(V v) {  // element i ^ D in place of i
 
 // A butterfly of distance D within a vector: lower + upper, lower - upper.
 template <int D>
-inline vec within(vec v) {
+INLINE vec within(vec v) {
     constexpr int32_t S = INT32_MIN;
     constexpr ivec flip = {0,          D & 1 ? S : 0, D & 2 ? S : 0, D & 3 ? S : 0, D & 4 ? S : 0, D & 5 ? S : 0,
                            D & 6 ? S : 0, D & 7 ? S : 0, D & 8 ? S : 0, D & 9 ? S : 0, D & 10 ? S : 0, D & 11 ? S : 0,
@@ -117,12 +143,12 @@ inline vec within(vec v) {
     return swapped<D>(v) + (vec)((ivec)v ^ flip);
 }
 
-inline float fold_vector(vec v) {  // halves onto halves, as reference.fold does
+INLINE float fold_vector(vec v) {  // halves onto halves, as reference.fold does
     v += swapped<8>(v), v += swapped<4>(v), v += swapped<2>(v), v += swapped<1>(v);
     return v[0];
 }
 
-inline float least_in(vec v) {
+INLINE float least_in(vec v) {
     v = least_of(v, swapped<8>(v)), v = least_of(v, swapped<4>(v));
     v = least_of(v, swapped<2>(v)), v = least_of(v, swapped<1>(v));
     return v[0];
@@ -138,16 +164,49 @@ inline float fold(vec* x, int vectors) {  // vectors: a power of two
 }
 
 template <int NV>
-inline void rotate_vectors(float* x, float norm) {
-    vec v[NV];
-    for (int i = 0; i < NV; i++) v[i] = within<8>(within<4>(within<2>(within<1>(load(x + i * W)))));
+INLINE void butterflies(vec* v, float norm) {
+    for (int i = 0; i < NV; i++) v[i] = within<8>(within<4>(within<2>(within<1>(v[i]))));
     for (int h = 1; h < NV; h *= 2)
         for (int b = 0; b < NV; b += 2 * h)
             for (int i = b; i < b + h; i++) {
                 vec low = v[i], high = v[i + h];
                 v[i] = low + high, v[i + h] = low - high;
             }
-    for (int i = 0; i < NV; i++) store(x + i * W, v[i] * norm);
+    for (int i = 0; i < NV; i++) v[i] = v[i] * norm;
+}
+
+template <int NV>
+inline void rotate_vectors(float* x, float norm) {
+    vec v[NV];
+    for (int i = 0; i < NV; i++) v[i] = load(x + i * W);
+    butterflies<NV>(v, norm);
+    for (int i = 0; i < NV; i++) store(x + i * W, v[i]);
+}
+
+// A tile of rows of NV vectors, rotated unless norm is 0. Returns 0, or NaN where a value is not finite. next: how far
+// away the next tile is (0: there is none); in a cache [L, H, T, D] that is too far for the processor to guess.
+// low, high: where the ends of every column go, or null.
+template <int NV>
+vec read_tile(const char* from, int64_t stride, int rows, float norm, float* to, int64_t next, float* low,
+              float* high) {
+    vec looked[NV] = {}, least[NV], most[NV];
+    for (int i = 0; i < NV; i++) least[i] = fill(INFINITY), most[i] = fill(-INFINITY);
+    for (int t = 0; t < rows; t++, from += stride, to += NV * W) {
+        if (next)
+            for (int i = 0; i < NV * W * 4; i += 64) __builtin_prefetch(from + next + i, 0, 2);
+        vec v[NV];
+        for (int i = 0; i < NV; i++) v[i] = load(reinterpret_cast<const float*>(from) + i * W);
+        for (int i = 0; i < NV; i++) looked[i] += v[i] * 0.0f;
+        if (norm != 0) butterflies<NV>(v, norm);
+        for (int i = 0; i < NV; i++) store(to + i * W, v[i]);
+        if (low)
+            for (int i = 0; i < NV; i++) least[i] = least_of(v[i], least[i]), most[i] = most_of(v[i], most[i]);
+    }
+    for (int i = 0; i < NV; i++) {
+        if (low) store(low + i * W, least[i]), store(high + i * W, most[i]);
+        if (i) looked[0] += looked[i];
+    }
+    return looked[0];
 }
 
 // Hadamard rotation of blocks of the largest power of two in n, distances ascending (reference.rotate).
@@ -195,13 +254,13 @@ void pack_row(const uint8_t* c, uint8_t* out, int d, int bits) {  // c: zeros be
 }
 
 template <int BITS>
-inline ivec codes_from(const float* x, vec inverse, vec offset, bool clamp) {
+INLINE ivec codes_from(const float* x, vec inverse, vec offset, bool clamp) {
     vec v = load(x) * inverse + offset;
     if (clamp) v = least_of(most_of(v, fill(0)), fill(float((1 << BITS) - 1)));
     return __builtin_convertvector(v, ivec);
 }
 
-inline void to_bytes(uint8_t* p, ivec v) {
+INLINE void to_bytes(uint8_t* p, ivec v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
 #else
@@ -209,16 +268,12 @@ inline void to_bytes(uint8_t* p, ivec v) {
 #endif
 }
 
-// pack_row for rows of NV vectors, a multiple of 4. inverse, offset: for every value (share 0), or one for
-// every `share` vectors.
+// pack_row for rows of NV vectors, a multiple of 4.
 template <int BITS, int NV>
-void emit_row(const float* x, const float* inverse, const float* offset, int share, bool clamp, uint8_t* out) {
+INLINE void emit_row(const float* x, const vec* inverse, const vec* offset, bool clamp, uint8_t* out) {
     ivec c[NV];
-    for (int i = 0; i < NV; i++) {
-        const vec a = share ? fill(inverse[i / share]) : load(inverse + i * W);
-        const vec b = share ? fill(offset[i / share]) : load(offset + i * W);
-        c[i] = codes_from<BITS>(x + i * W, a, b, clamp);
-    }
+#pragma GCC unroll 16
+    for (int i = 0; i < NV; i++) c[i] = codes_from<BITS>(x + i * W, inverse[i], offset[i], clamp);
     if constexpr (BITS == 8) {
         for (int i = 0; i < NV; i++) to_bytes(out + i * W, c[i]);
     } else if constexpr (BITS == 4) {
@@ -244,9 +299,26 @@ void emit_row(const float* x, const float* inverse, const float* offset, int sha
     }
 }
 
+// Rows of a tile. share 0: inverse and offset of every column; else of every `share` vectors of every row.
+template <int BITS, int NV>
+void emit_tile(const float* x, int rows, const float* inverse, const float* offset, int share, bool clamp,
+               uint8_t* out, int row_bytes) {
+    vec a[NV], b[NV];
+    if (!share)
+        for (int i = 0; i < NV; i++) a[i] = load(inverse + i * W), b[i] = load(offset + i * W);
+    for (int t = 0; t < rows; t++) {
+        if (share)
+            for (int i = 0; i < NV; i++) {
+                const int k = t * (NV / share) + i / share;
+                a[i] = fill(inverse[k]), b[i] = fill(offset[k]);
+            }
+        emit_row<BITS, NV>(x + t * NV * W, a, b, clamp, out + t * row_bytes);
+    }
+}
+
 // The codes of vector i of a packed row of NV vectors, as floats.
 template <int BITS, int NV>
-inline vec take(const uint8_t* row, int i) {
+INLINE vec take(const uint8_t* row, int i) {
     if constexpr (BITS == 8) return from_bytes(row + i * W);
     constexpr int N = BITS == 4 ? NV / 2 : NV / 4;
     bvec b = *reinterpret_cast<const bvec*>(row + i % N * W);
@@ -254,6 +326,16 @@ inline vec take(const uint8_t* row, int i) {
         b = i < N ? b & 15 : b >> 4;
     } else {
         b = (b >> (i / N * 2)) & 3;
+#if defined(__AVX512F__) && defined(__BMI2__)
+        if constexpr (BITS == 3 && NV == 4) {
+            uint64_t high;
+            std::memcpy(&high, row + N * W, 8);
+            constexpr uint64_t every = 0x0101010101010101;
+            const uint64_t bits = _pext_u64(high >> (2 * i), every) | _pext_u64(high >> (2 * i + 1), every) << 8;
+            const __m512 low = (__m512)from_bytes(b);
+            return (vec)_mm512_mask_add_ps(low, __mmask16(bits), low, _mm512_set1_ps(4));
+        }
+#endif
         if constexpr (BITS == 3 && NV == 4) {
             bvec high = {};
             std::memcpy(&high, row + N * W, 8);
@@ -269,22 +351,36 @@ inline vec take(const uint8_t* row, int i) {
     return from_bytes(b);
 }
 
-// A row into floats: scale and least as in emit_row.
+// A row into floats, rotated unless norm is 0: scale and least of every column (share 0) or of every `share` vectors. `past`: past the caches.
 template <int BITS, int NV>
-void take_row(const uint8_t* row, const float* scale, const float* least, int share, float* out) {
+void take_row(const uint8_t* row, const float* scale, const float* least, int share, float norm, bool past,
+              float* out) {
+    vec v[NV];
+#pragma GCC unroll 16
     for (int i = 0; i < NV; i++) {
         const vec a = share ? fill(scale[i / share]) : load(scale + i * W);
         const vec b = share ? fill(least[i / share]) : load(least + i * W);
-        store(out + i * W, take<BITS, NV>(row, i) * a + b);
+        v[i] = take<BITS, NV>(row, i) * a + b;
     }
+    if (norm != 0) butterflies<NV>(v, norm);
+#if defined(__AVX512F__)
+    if (past) {
+        for (int i = 0; i < NV; i++) _mm512_stream_ps(out + i * W, (__m512)v[i]);
+        return;
+    }
+#endif
+    for (int i = 0; i < NV; i++) store(out + i * W, v[i]);
 }
 
-typedef void (*Emit)(const float*, const float*, const float*, int, bool, uint8_t*);
-typedef void (*Take)(const uint8_t*, const float*, const float*, int, float*);
+typedef void (*Emit)(const float*, int, const float*, const float*, int, bool, uint8_t*, int);
+typedef void (*Take)(const uint8_t*, const float*, const float*, int, float, bool, float*);
 
 template <int NV>
 Emit emit_of(int bits) {
-    return bits == 8 ? emit_row<8, NV> : bits == 4 ? emit_row<4, NV> : bits == 3 ? emit_row<3, NV> : emit_row<2, NV>;
+    return bits == 8   ? emit_tile<8, NV>
+           : bits == 4 ? emit_tile<4, NV>
+           : bits == 3 ? emit_tile<3, NV>
+                       : emit_tile<2, NV>;
 }
 
 template <int NV>
@@ -323,7 +419,7 @@ struct Shape {
     int d, row_bytes, bits, group;  // group: values that share a scale, along tokens or along d
     int64_t layer_stride, head_stride, token_stride;  // of the native tensor, in bytes
     bool channel, symmetric, rotate;
-    float fit, norm;
+    float fit, norm, most;
     Type type;
     int padded() const { return (d + W - 1) / W * W; }
     int groups() const { return int(((channel ? tokens : d) + group - 1) / group); }
@@ -333,45 +429,58 @@ struct Shape {
 struct Ranges {
     std::vector<float> low, high, inverse, offset, middle, centre, step, spread, cross;
     explicit Ranges(size_t n)
-        : low(n), high(n), inverse(n), offset(n), middle(n), centre(n), step(n), spread(n), cross(n) {}
+        : low(n + W), high(n + W), inverse(n + W), offset(n + W), middle(n + W), centre(n + W), step(n + W),
+          spread(n + W), cross(n + W) {}
 };
 
 void first_codes(Ranges& r, size_t n, float largest) {
     const float share = 1.0f / largest;
-    for (size_t i = 0; i < n; i++) {
-        r.step[i] = std::max(r.high[i] - r.low[i], SMALLEST) * share;
-        r.inverse[i] = 1.0f / r.step[i];
-        r.offset[i] = 0.5f - r.low[i] * r.inverse[i];
+    for (size_t i = 0; i < n; i += W) {
+        const vec low = load(&r.low[i]), step = most_of(load(&r.high[i]) - low, fill(SMALLEST)) * share;
+        const vec inverse = 1.0f / step;
+        store(&r.step[i], step), store(&r.inverse[i], inverse), store(&r.offset[i], 0.5f - low * inverse);
     }
 }
 
 void move_ends(Ranges& r, size_t n, float largest, float fit) {
-    for (size_t i = 0; i < n; i++) {
-        float slope = r.spread[i] > 0 ? r.cross[i] / r.spread[i] : r.step[i];
-        float least = r.centre[i] - r.middle[i] * slope;
-        float up = std::max(least - r.low[i], 0.0f), down = std::max(r.high[i] - (least + largest * slope), 0.0f);
-        r.low[i] = r.low[i] + fit * up;
-        r.high[i] = r.high[i] - fit * down;
+    for (size_t i = 0; i < n; i += W) {
+        const vec spread = load(&r.spread[i]), low = load(&r.low[i]), high = load(&r.high[i]);
+        const vec slope = spread > 0 ? load(&r.cross[i]) / spread : load(&r.step[i]);
+        const vec least = load(&r.centre[i]) - load(&r.middle[i]) * slope;
+        const vec up = most_of(least - low, fill(0)), down = most_of(high - (least + largest * slope), fill(0));
+        store(&r.low[i], low + fit * up), store(&r.high[i], high - fit * down);
     }
 }
 
-void store_scales(Ranges& r, size_t n, float largest, bool symmetric, uint16_t* scale, uint16_t* minimum) {
+// Returns whether everything decodes to at most `most`.
+bool store_scales(Ranges& r, size_t n, float largest, bool symmetric, float most, uint16_t* scale, uint16_t* minimum) {
     const float share = 1.0f / largest, twice = float(2.0 / largest);
-    for (size_t i = 0; i < n; i++) {
-        float least = 0;
-        if (!symmetric) {
-            minimum[i] = float_to_half((r.low[i] - std::fabs(r.low[i]) * STEP) + 0.0f);
-            least = half_to_float(minimum[i]);
+    float *const shown = r.step.data(), *const width = r.spread.data();
+    if (!symmetric) {
+        for (size_t i = 0; i < n; i += W) {
+            const vec low = load(&r.low[i]);
+            store(shown + i, (low - size_of(low) * STEP) + 0.0f);
         }
-        float s = symmetric ? r.high[i] * twice : (r.high[i] - least) * share;
-        s = s * (1 + STEP);
-        scale[i] = float_to_half(s < SMALLEST ? SMALLEST : s);
-        r.inverse[i] = 1.0f / half_to_float(scale[i]);
-        r.offset[i] = symmetric ? largest / 2 + 0.5f : 0.5f - least * r.inverse[i];
+        floats_to_halves(shown, minimum, n), halves_to_floats(minimum, shown, n);
     }
+    for (size_t i = 0; i < n; i += W) {
+        const vec high = load(&r.high[i]), s = symmetric ? high * twice : (high - load(shown + i)) * share;
+        store(width + i, most_of(s * (1 + STEP), fill(SMALLEST)));
+    }
+    floats_to_halves(width, scale, n), halves_to_floats(scale, width, n);
+    ivec beyond = {};
+    for (size_t i = 0; i < n; i += W) {
+        const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const vec far = symmetric ? load(width + i) * (largest / 2) : load(shown + i) + load(width + i) * largest;
+        beyond |= ((size_of(far) <= most) == 0) & (lanes < int(n - i));
+        const vec inverse = 1.0f / load(width + i);
+        store(&r.inverse[i], inverse);
+        store(&r.offset[i], symmetric ? fill(largest / 2 + 0.5f) : 0.5f - load(shown + i) * inverse);
+    }
+    return fold_vector(__builtin_convertvector(beyond, vec)) == 0;
 }
 
-inline vec floor_of(vec v) {
+INLINE vec floor_of(vec v) {
 #if defined(__AVX512F__)
     return (vec)_mm512_roundscale_ps((__m512)v, 9);
 #else
@@ -401,10 +510,14 @@ inline vec fold_rows(float* x, int rows) {
     return load(x);
 }
 
-void ranges_of_channels(const Shape& s, Scratch& m, int rows, float largest) {
+void ranges_of_channels(const Shape& s, Scratch& m, int rows, float largest, bool known) {
     const int d = s.padded(), folded = power_of_two(rows);
     Ranges& r = m.ranges;
-    for (int c = 0; c < d; c += W) {
+    for (int c = 0; c < d && known && s.symmetric; c += W) {
+        const vec high = most_of(-load(&r.low[c]), load(&r.high[c]));
+        store(&r.high[c], high), store(&r.low[c], -high);
+    }
+    for (int c = 0; c < d && !known; c += W) {
         vec low = load(&m.tile[c]), high = low;
         if (s.symmetric) {
             high = size_of(high);
@@ -525,14 +638,23 @@ inline void codes_of(const float* x, uint8_t* out, int n, vec inverse, vec offse
 }
 
 // Tokens [start, start + count) of one head. Returns false for NaN and Inf.
-bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t unit, int64_t start, int count, uint8_t* codes,
-                   uint16_t* scale, uint16_t* minimum) {
+bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t next, int64_t unit, int64_t start, int count,
+                   uint8_t* codes, uint16_t* scale, uint16_t* minimum) {
     const float largest = float((1 << s.bits) - 1);
     const int groups = s.groups(), d = s.padded();
     const int slot = power_of_two(std::max(s.group, W)), row = s.channel ? d : groups * slot;
     vec finite = fill(0);
     std::vector<float> whole(s.channel ? 0 : d);
-    for (int t = 0; t < count; t++) {
+    const bool simple = s.type == FLOAT32 && s.d == row && (s.d == 64 || s.d == 128 || s.d == 256);
+    if (simple) {
+        const char* const from = x + start * s.token_stride;
+        const float norm = s.rotate ? s.norm : 0;
+        float *const low = s.channel ? m.ranges.low.data() : nullptr, *const high = m.ranges.high.data();
+        finite = s.d == 64    ? read_tile<4>(from, s.token_stride, count, norm, m.tile.data(), next, low, high)
+                 : s.d == 128 ? read_tile<8>(from, s.token_stride, count, norm, m.tile.data(), next, low, high)
+                              : read_tile<16>(from, s.token_stride, count, norm, m.tile.data(), next, low, high);
+    }
+    for (int t = 0; t < count && !simple; t++) {
         float* const to = &m.tile[size_t(t) * row];
         float* const values = s.channel || groups == 1 ? to : whole.data();
         read_row(x + (start + t) * s.token_stride, s.type, values, s.d);
@@ -557,28 +679,30 @@ bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t unit, int6
     Ranges& r = m.ranges;
     std::vector<uint16_t> halves(s.channel ? 2 * d : 0);
     if (s.channel) {
-        ranges_of_channels(s, m, rows, largest);
-        store_scales(r, d, largest, s.symmetric, halves.data(), halves.data() + d);
+        ranges_of_channels(s, m, rows, largest, simple);
+        if (!store_scales(r, s.d, largest, s.symmetric, s.most, halves.data(), halves.data() + d)) return false;
         const int64_t at = (unit * groups + start / s.group) * s.d;
         std::memcpy(scale + at, halves.data(), s.d * 2);
         if (!s.symmetric) std::memcpy(minimum + at, halves.data() + d, s.d * 2);
     } else {
         ranges_of_tokens(s, m, count, row, largest);
         const int64_t at = (unit * s.tokens + start) * groups;
-        store_scales(r, size_t(count) * groups, largest, s.symmetric, scale + at, minimum ? minimum + at : nullptr);
+        uint16_t* const least = minimum ? minimum + at : nullptr;
+        if (!store_scales(r, size_t(count) * groups, largest, s.symmetric, s.most, scale + at, least)) return false;
     }
     uint8_t* const spread = m.codes.data();
     const bool whole_row = s.channel || row == s.d;  // no gaps between groups
     const Emit emit = whole_row && (s.channel || s.group % W == 0) ? fast_emit(s.d, s.bits) : nullptr;
+    if (emit) {
+        uint8_t* const to = codes + (unit * s.tokens + start) * s.row_bytes;
+        const int share = s.channel ? 0 : s.group / W;
+        emit(m.tile.data(), count, r.inverse.data(), r.offset.data(), share, clamp, to, s.row_bytes);
+        return true;
+    }
     for (int t = 0; t < count; t++) {
         uint8_t* const to = codes + (unit * s.tokens + start + t) * s.row_bytes;
         uint8_t* const c = s.bits == 8 && s.d % W == 0 ? to : spread;
         const float* const from = &m.tile[size_t(t) * row];
-        if (emit) {
-            const size_t i = s.channel ? 0 : size_t(t) * groups;
-            emit(from, &r.inverse[i], &r.offset[i], s.channel ? 0 : s.group / W, clamp, to);
-            continue;
-        }
         if (s.channel) {
             for (int i = 0; i < d; i += W)
                 codes_of(from + i, c + i, W, load(&r.inverse[i]), load(&r.offset[i]), clamp, largest);
@@ -607,14 +731,27 @@ bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t unit, int6
     return true;
 }
 
+// The next tile is far away in a cache [L, H, T, D]: it is asked for while this one is worked on.
+inline void fetch_to_write(const char* p, int64_t rows, int64_t stride) {
+    for (int64_t i = 0; i < rows * stride; i += 64) __builtin_prefetch(p + i, 1, 2);
+}
+
+// Fresh memory at once instead of by a fault for every page.
+void touch(uint8_t* p, int64_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(p) + 4095) & ~uintptr_t(4095);
+    const uintptr_t last = reinterpret_cast<uintptr_t>(p + bytes) & ~uintptr_t(4095);
+    if (last > first + (1 << 15)) madvise(reinterpret_cast<void*>(first), last - first, MADV_POPULATE_WRITE);
+#endif
+}
+
 struct Groups {  // scales and minima of one tile in float32
     std::vector<float> scale, least;
     void set(size_t n, const uint16_t* s, const uint16_t* m, float symmetric) {
         scale.resize(n + W), least.resize(n + W);
-        for (size_t i = 0; i < n; i++) {
-            scale[i] = half_to_float(s[i]);
-            least[i] = m ? half_to_float(m[i]) : scale[i] * symmetric;
-        }
+        halves_to_floats(s, scale.data(), n);
+        if (m) return halves_to_floats(m, least.data(), n);
+        for (size_t i = 0; i < n; i++) least[i] = scale[i] * symmetric;
     }
 };
 
@@ -623,18 +760,20 @@ struct Groups {  // scales and minima of one tile in float32
 extern "C" {
 
 // codes [L, H, T, row_bytes], scale and minimum (null if symmetric) [L, H, G, D] or [L, H, T, G] in fp16, all
-// contiguous. x [L, H, T, D] with strides in bytes, D contiguous. Returns 0, or 1 for NaN or Inf in x.
+// contiguous. x [L, H, T, D] with strides in bytes, D contiguous. Returns 0, or 1 where x holds NaN, Inf, or what would
+// decode to more than `most`.
 int qkvshare_quantize(const char* x, int type, int64_t layers, int64_t heads, int64_t tokens, int d,
                       int64_t layer_stride, int64_t head_stride, int64_t token_stride, int bits, int channel,
-                      int symmetric, int group, float fit, float norm, uint8_t* codes, int row_bytes, uint16_t* scale,
-                      uint16_t* minimum, int threads) {
+                      int symmetric, int group, float fit, float norm, float most, uint8_t* codes, int row_bytes,
+                      uint16_t* scale, uint16_t* minimum, int threads) {
     const Shape s{layers, heads, tokens, d, row_bytes, bits, group, layer_stride, head_stride, token_stride,
-                  channel != 0, symmetric != 0, norm != 0, fit, norm, Type(type)};
+                  channel != 0, symmetric != 0, norm != 0, fit, norm, most, Type(type)};
     const int64_t tile = channel ? group : std::min<int64_t>(tokens, 64);
     const int64_t tiles = (tokens + tile - 1) / tile, tasks = layers * heads * tiles;
     const int row = channel ? s.padded() : s.groups() * power_of_two(std::max(group, W));
     const size_t products = 2 * size_t(power_of_two(std::max<int64_t>(group, W))) * (channel ? W : 1) + W;
     int bad = 0;
+    touch(codes, layers * heads * tokens * row_bytes);
 #pragma omp parallel num_threads(threads) reduction(| : bad) if (threads > 1)
     {
         Scratch m(size_t(tile) * row, products, s.padded(), channel ? s.padded() : size_t(tile) * s.groups());
@@ -643,25 +782,29 @@ int qkvshare_quantize(const char* x, int type, int64_t layers, int64_t heads, in
             const int64_t unit = task / tiles, start = task % tiles * tile;
             const char* from = x + unit / heads * layer_stride + unit % heads * head_stride;
             const int count = int(std::min(tile, tokens - start));
-            bad |= !quantize_tile(s, m, from, unit, start, count, codes, scale, minimum);
+            const int64_t after = task + 1 < tasks && tiles == 1 ? task + 1 : unit;
+            const char* const next = x + after / heads * layer_stride + after % heads * head_stride;
+            bad |= !quantize_tile(s, m, from, next - from, unit, start, count, codes, scale, minimum);
         }
     }
     return bad;
 }
 
 // The inverse, into out [L, H, T, D]. Packed tensors have strides of whole layers and heads, in elements, so that the
-// first tokens of a page can be read in place.
+// first tokens of a page can be read in place. large: out belongs to more memory than caches hold.
 void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum, char* out, int type,
                          int64_t layers, int64_t heads, int64_t tokens, int d, int64_t layer_stride,
                          int64_t head_stride, int64_t token_stride, int64_t codes_stride, int64_t scale_stride,
-                         int bits, int channel, int group, float norm, int row_bytes, int threads) {
+                         int bits, int channel, int group, float norm, int row_bytes, int large, int threads) {
     const Shape s{layers, heads, tokens, d, row_bytes, bits, group, layer_stride, head_stride, token_stride,
-                  channel != 0, minimum == nullptr, norm != 0, 0, norm, Type(type)};
+                  channel != 0, minimum == nullptr, norm != 0, 0, norm, 0, Type(type)};
     const int64_t tile = channel ? std::min<int64_t>(group, tokens) : std::min<int64_t>(tokens, 64);
     const int64_t tiles = (tokens + tile - 1) / tile, tasks = layers * heads * tiles;
     const int groups = s.groups(), padded = s.padded();
     const float symmetric = float((1 << bits) - 1) / -2;
     const Take take = channel || group % W == 0 ? fast_take(d, bits) : nullptr;
+    const bool past = large && take && type == FLOAT32 &&
+                      ((reinterpret_cast<uintptr_t>(out) | layer_stride | head_stride | token_stride) & 63) == 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Groups g;
@@ -672,19 +815,21 @@ void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint
             const int64_t unit = task / tiles, start = task % tiles * tile;
             const int count = int(std::min(tile, tokens - start));
             char* const to = out + unit / heads * layer_stride + unit % heads * head_stride;
+            if (tiles == 1 && task + 1 < tasks && !past) {
+                const int64_t next = task + 1;
+                fetch_to_write(out + next / heads * layer_stride + next % heads * head_stride, tile, token_stride);
+            }
             const int64_t at = unit * scale_stride + (channel ? start / tile * d : start * groups);
             g.set(channel ? d : size_t(count) * groups, scale + at, minimum ? minimum + at : nullptr, symmetric);
             for (int t = 0; t < count; t++) {
                 const uint8_t* c = codes + unit * codes_stride + (start + t) * row_bytes;
                 char* const row = to + (start + t) * token_stride;
-                const bool direct = type == FLOAT32 && d % W == 0 && !s.rotate;
+                const bool direct = type == FLOAT32 && d % W == 0;
                 float* const v = direct ? reinterpret_cast<float*>(row) : values.data();
                 if (take) {
                     const size_t k = channel ? 0 : size_t(t) * groups;
-                    take(c, &g.scale[k], &g.least[k], channel ? 0 : group / W, v);
-                    if (direct) continue;
-                    if (s.rotate) rotate_row(v, d, norm);
-                    write_row(row, s.type, v, d);
+                    take(c, &g.scale[k], &g.least[k], channel ? 0 : group / W, s.rotate ? norm : 0, past, v);
+                    if (!direct) write_row(row, s.type, v, d);
                     continue;
                 }
                 if (bits != 8) {
@@ -708,11 +853,13 @@ void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint
                         v[i] = float(c[i]) * g.scale[k] + g.least[k];
                     }
                 }
-                if (direct) continue;
                 if (s.rotate) rotate_row(v, d, norm);
-                write_row(row, s.type, v, d);
+                if (!direct) write_row(row, s.type, v, d);
             }
         }
+#if defined(__AVX512F__)
+        if (past) _mm_sfence();
+#endif
     }
 }
 }
@@ -800,7 +947,7 @@ constexpr int SIDE_FIELDS = 8, FIELDS = 2 * SIDE_FIELDS + 1;
 
 void take_any(const uint8_t* c, Take take, int d, int bits, const float* scale, const float* least, float* out,
               uint8_t* spread) {
-    if (take) return take(c, scale, least, 0, out);
+    if (take) return take(c, scale, least, 0, 0, false, out);
     if (bits == 8)
         std::memcpy(spread, c, d);
     else

@@ -27,10 +27,12 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MARCH = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 # A page of one layer is done before threads have woken up
 _VALUES_PER_THREAD = 1 << 16
+# Larger memory is written past the caches: they would be emptied for what is not read soon
+_CACHED_BYTES = 32 << 20
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_QUANTIZE = (_P, _I, _L, _L, _L, _I, _L, _L, _L, _I, _I, _I, _I, _F, _F, _P, _I, _P, _P, _I)
+_QUANTIZE = (_P, _I, _L, _L, _L, _I, _L, _L, _L, _I, _I, _I, _I, _F, _F, _F, _P, _I, _P, _P, _I)
 _ATTENTION = (_P, _P, _L, _I, _I, _I, _P, _L, _P, _L, _I, _F, _F, _L, _I)
-_DEQUANTIZE = (_P, _P, _P, _P, _I, _L, _L, _L, _I, _L, _L, _L, _L, _L, _I, _I, _I, _F, _I, _I)
+_DEQUANTIZE = (_P, _P, _P, _P, _I, _L, _L, _L, _I, _L, _L, _L, _L, _L, _I, _I, _I, _F, _I, _I, _I)
 
 
 class BuildError(RuntimeError):
@@ -116,12 +118,11 @@ class CpuKernels:
         minimum = None if symmetric else torch.empty(shape, dtype=torch.float16)
         bad = self._quantize(
             layers.data_ptr(), _TYPES[x.dtype], *layers.shape, *_strides(layers), bits, dim == -2, symmetric, group,
-            fit, norm(size) if rotate else 0.0, codes.data_ptr(), row, scale.data_ptr(),
+            fit, norm(size) if rotate else 0.0, plain.LARGEST, codes.data_ptr(), row, scale.data_ptr(),
             None if minimum is None else minimum.data_ptr(), _threads(x.numel()),
         )  # fmt: skip
         if bad:
             raise ValueError(plain.REFUSAL)
-        plain.refuse_what_fp16_cant_hold(scale, minimum, bits)
         return codes, scale, minimum
 
     def dequantize(
@@ -150,7 +151,8 @@ class CpuKernels:
         self._dequantize(
             packed.data_ptr(), scale.data_ptr(), None if minimum is None else minimum.data_ptr(), native.data_ptr(),
             _TYPES[out.dtype], *native.shape, *_strides(native), codes_stride, scale_stride, bits, dim == -2, group,
-            norm(size) if rotate else 0.0, packed.shape[-1], _threads(out.numel()),
+            norm(size) if rotate else 0.0, packed.shape[-1], out.untyped_storage().nbytes() > _CACHED_BYTES,
+            _threads(out.numel()),
         )  # fmt: skip
 
     def attention(self, query: Tensor, packed: PackedPages, native: Sequence[Native], scaling: float) -> Tensor:

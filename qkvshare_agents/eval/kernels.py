@@ -1,0 +1,186 @@
+"""What the kernels reach of the rate at which this machine copies memory, in one process; no model is loaded."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.page import PRESETS, Page, Precision, seal
+from qkvshare_agents.span import Block, Span
+from qkvshare_kernels import backend
+from qkvshare_kernels.attention import PackedPages
+
+# Keys and values at one width each: presets where there is one
+PRECISIONS = {8: PRESETS["safe"], 4: PRESETS["default"], 3: Precision(3, 3), 2: Precision(2, 2)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the cache that is read and written; SmolLM2-135M's, unless said."""
+
+    layers: int = 30
+    heads: int = 3
+    query_heads: int = 9
+    head_size: int = 64
+    tokens: int = 2048
+
+
+def run(
+    *, device: str = "cpu", implementations: Sequence[str] = (), sizes: Sizes | None = None, rounds: int = 7
+) -> dict[str, Any]:
+    """Rows of op, bits, impl, gb_per_s, copy_gb_per_s, ms, sdpa_ms, and what was measured on.
+
+    quantize, dequantize: all pages of the cache, keys (rotated) and values as the presets treat them, without sinks.
+    GB/s are bytes read and written; the copy moves as many, with the same threads. attention: one token in every
+    layer; its GB/s are those of the packed pages, and sdpa_ms is torch's attention over a native cache of the same
+    length. ms: medians over `rounds`, in which what is compared alternates. Raises InvalidSetting.
+    """
+    sizes, place = sizes or Sizes(), torch.device(device)
+    if rounds < 1 or sizes.tokens < 64 or sizes.tokens % 64:
+        raise InvalidSetting(f"rounds ({rounds}) must be at least 1, tokens ({sizes.tokens}) a multiple of 64")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidSetting("this torch sees no CUDA device")
+    names = implementations or (("cpu", "torch") if place.type == "cpu" else ("triton", "torch"))
+    try:
+        chosen = [backend.kernels(place, name) for name in names]
+    except backend.KernelsUnavailable as error:
+        raise InvalidSetting(str(error)) from error
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    rows = []
+    for bits in PRECISIONS:
+        for kernels in chosen:
+            with _using(kernels.name):
+                rows += _Measured(kernels.name, bits, sizes, place, dtype, rounds).rows()
+    return {
+        "rows": rows,
+        "sizes": vars(sizes),
+        "rounds": rounds,
+        "dtype": str(dtype),
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+class _Measured:
+    """One implementation at one width."""
+
+    def __init__(
+        self, name: str, bits: int, sizes: Sizes, device: torch.device, dtype: torch.dtype, rounds: int
+    ) -> None:
+        self._name, self._bits, self._sizes, self._device, self._rounds = name, bits, sizes, device, rounds
+        shape = (2, sizes.layers, sizes.heads, sizes.tokens, sizes.head_size)
+        self._native = torch.randn(shape, device=device, dtype=dtype)
+        self._out = torch.ones_like(self._native)
+        self._query = torch.randn(sizes.query_heads, sizes.head_size, device=device, dtype=dtype)
+        self._scaling = sizes.head_size**-0.5
+
+    def rows(self) -> list[dict[str, Any]]:
+        pages = self._quantize()
+        packed_bytes = sum(page.nbytes for page in pages)
+        moved = self._native.nbytes + packed_bytes
+        layers = [PackedPages() for _ in range(self._sizes.layers)]
+        for page in pages:
+            for layer, packed in enumerate(layers):
+                keys, values = page.layer(layer, page.tokens)
+                assert keys.packed and values.packed
+                packed.append(keys.packed, values.packed)
+        return [
+            self._row("quantize", moved, self._quantize),
+            self._row("dequantize", moved, lambda: self._dequantize(pages)),
+            self._row("attention", packed_bytes, lambda: self._attend(layers), self._sdpa),
+        ]
+
+    def _spans(self, cache: Tensor) -> Iterator[Span]:
+        size, layers = PRECISIONS[self._bits].page_size, tuple(range(self._sizes.layers))
+        for start in range(0, self._sizes.tokens, size):
+            part = cache[:, :, :, start : start + size]
+            yield Span(size, (Block(layers, part[0], part[1]),))
+
+    def _quantize(self) -> list[Page]:
+        return [seal(span, PRECISIONS[self._bits], starts_sequence=False) for span in self._spans(self._native)]
+
+    def _dequantize(self, pages: Sequence[Page]) -> None:
+        for page, span in zip(pages, self._spans(self._out), strict=True):
+            page.open_into(span)
+
+    def _attend(self, layers: Sequence[PackedPages]) -> None:
+        kernels = backend.kernels(self._device)
+        for packed in layers:
+            kernels.attention(self._query, packed, (), self._scaling)
+
+    def _sdpa(self) -> None:
+        query = self._query.view(1, self._sizes.heads, -1, self._sizes.head_size)  # query heads of a key head as tokens
+        for keys, values in zip(*self._native, strict=True):
+            torch.nn.functional.scaled_dot_product_attention(query, keys[None], values[None])
+
+    def _row(
+        self, op: str, moved: int, work: Callable[[], Any], beside: Callable[[], Any] | None = None
+    ) -> dict[str, Any]:
+        source, target = (torch.ones(moved // 2, dtype=torch.uint8, device=self._device) for _ in range(2))
+        works: list[Callable[[], Any]] = [work, lambda: target.copy_(source), *([beside] if beside else [])]
+        times: list[list[float]] = [[] for _ in works]
+        for _ in range(self._rounds + 1):  # the first round warms up
+            for spent, each in zip(times, works, strict=True):
+                spent.append(self._ms(each))
+        ms, copy_ms, *sdpa_ms = (statistics.median(spent[1:]) for spent in times)
+        return {
+            "op": op,
+            "bits": self._bits,
+            "impl": self._name,
+            "gb_per_s": moved / ms / 1e6,
+            "copy_gb_per_s": moved / copy_ms / 1e6,
+            "ms": ms,
+            "sdpa_ms": sdpa_ms[0] if sdpa_ms else None,
+        }
+
+    def _ms(self, work: Callable[[], Any]) -> float:
+        self._wait()
+        started = time.perf_counter()
+        work()
+        self._wait()
+        return (time.perf_counter() - started) * 1000
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+@contextmanager
+def _using(name: str) -> Iterator[None]:
+    """What this process' codec runs on, for a while: the benchmark goes the way that a host goes."""
+    before = os.environ.get("QKVSHARE_KERNELS")
+    os.environ["QKVSHARE_KERNELS"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["QKVSHARE_KERNELS"]
+        else:
+            os.environ["QKVSHARE_KERNELS"] = before
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the result of `run` as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    s = result["sizes"]
+    table = Table(title=f"{s['tokens']} tokens of {s['layers']} x {s['heads']} heads of {s['head_size']}")
+    for column in ("", "bits", "impl", "ms", "GB/s", "copy GB/s", "of copy", "SDPA ms", "SDPA / this"):
+        table.add_column(column, justify="right" if column not in ("", "impl") else "left")
+    for r in result["rows"]:
+        sdpa = ("", "") if r["sdpa_ms"] is None else (f"{r['sdpa_ms']:.2f}", f"{r['sdpa_ms'] / r['ms']:.2f}")
+        table.add_row(
+            r["op"], str(r["bits"]), r["impl"], f"{r['ms']:.2f}", f"{r['gb_per_s']:.1f}",
+            f"{r['copy_gb_per_s']:.1f}", f"{r['gb_per_s'] / r['copy_gb_per_s']:.0%}", *sdpa,
+        )  # fmt: skip
+    Console().print(table)
