@@ -15,7 +15,7 @@ Fit = Literal["drop_head", "drop_least_attended", "summarise", "error"]
 FITS: tuple[Fit, ...] = ("drop_head", "drop_least_attended", "summarise", "error")
 SHORTEST_CONTEXT = 64  # tokens; less can't hold the delimiters of a turn and an answer
 _STEPS = 8  # in which a cut grows, to the context's room for the prompt
-_NEWEST = 4  # a share of the room: tokens at the end that are never dropped for their little attention
+_NEWEST = 2  # a share of the room: tokens at the end that are never dropped for their little attention
 Spans = tuple[tuple[int, int], ...]  # [start, stop), in order, apart
 T = TypeVar("T")
 

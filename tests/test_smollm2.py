@@ -6,8 +6,12 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 
 from qkvshare_agents import QKVShareClient, page
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.eval import corpus, handoff
+from qkvshare_agents.eval import corpus, fitting, handoff, splice
+from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.transcript import Message
+from qkvshare_agents.turn import Turn
 
 
 @pytest.fixture
@@ -65,3 +69,29 @@ async def test_a_team_says_the_same_with_and_without_handoff(engine: Engine) -> 
     assert [r.mode.value for r in reports] == ["TEXT", "KV", "KV", "KV"]
     assert {r.mode.value for r in others} == {"TEXT"}
     assert sum(r.prefilled_tokens for r in reports) * 2 < sum(r.prefilled_tokens for r in others)
+
+
+def test_cutting_and_splicing_are_close_and_the_controls_are_not(engine: Engine) -> None:
+    cut = {r["method"]: r for r in fitting.run(tokens=384, keep=192, samples=1, positions=32, engine=engine)["rows"]}
+    assert cut["drop_head"]["mean_kl"] < cut["drop_head, no sinks"]["mean_kl"] / 4
+    assert cut["drop_head"]["mean_kl"] < cut["drop_head, 4 sinks, not turned"]["mean_kl"] / 4
+    put = {r["method"]: r["mean_kl"] for r in splice.run(tokens=192, samples=1, positions=32, engine=engine)["rows"]}
+    assert put["read anew"] < 1e-6 < put["spliced, 16 computed anew"] < 0.02
+    assert put["spliced, 16 computed anew"] < put["spliced, not turned"] / 4
+    assert put["spliced, not turned"] < put["without the text"]
+
+
+def test_a_full_context_is_cut_on_the_real_model(engine: Engine) -> None:
+    host = Host(HostSettings("smollm2-135m", context_tokens=512), engine)
+    encoder, ids = engine.template.encoder, corpus.tokens(engine.template.encoder, 600)
+    messages: list[Message] = []
+    reports = []
+    for start, stop in ((0, 300), (300, 420), (420, 470)):
+        messages.append(Message("user", encoder.decode(ids[start:stop]), "user"))
+        turn = Turn(host.roster.learn("", "reader", "You read."), "", tuple(messages), Sampling(max_tokens=16))
+        answer = host.submit(turn).result()
+        messages.append(Message("user", answer.text, "reader"))
+        reports.append(answer.report)
+    assert [r.mode.value for r in reports] == ["TEXT", "PARTIAL", "PARTIAL"]
+    assert not reports[0].dropped_tokens and reports[1].dropped_tokens and reports[2].prefilled_tokens < 100
+    assert all(r.prompt_tokens + r.generated_tokens <= 512 for r in reports)
