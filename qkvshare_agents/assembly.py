@@ -20,7 +20,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page
 from qkvshare_agents.page_store import PageStore
 
-_MOST = 256  # assemblies that are remembered; the least recently used goes first
+_MOST = 64  # assemblies that are remembered; the least recently used goes first
 _MARK = 1 << 32  # above every token id
 
 
@@ -48,7 +48,8 @@ class Assembly:
     """The KV of `prefix`, leading ids of prompts, without the `dropped` ones.
 
     pieces: its parts, in order. mark: of what was read behind it; 0 if that is exact, as behind nothing dropped, or
-    behind a text that was cut before it was read: then it is stored behind the ids `stem`.
+    behind a text that was cut before it was read: then it is stored behind the ids `stem`. why: it is no exact KV, for
+    the report.
     """
 
     prefix: Ids = ()
@@ -56,6 +57,7 @@ class Assembly:
     pieces: tuple[Piece, ...] = ()
     mark: int = 0
     stem: Ids = ()
+    why: str = "spliced"
 
     @property
     def tokens(self) -> int:
@@ -110,13 +112,20 @@ class Assemblies:
 
     def make(self, ids: Ids, dropped: Spans, source: Source) -> Assembly:
         """The assembly of the leading `ids` that `source`, already without `dropped`, has KV of."""
-        mark = next(self._marks) * _MARK
-        return Assembly(ids[: source.covered], dropped, source.pieces, mark)
+        prefix = ids[: source.covered]
+        with self._lock:
+            known = self._known.get((prefix, dropped, source.pieces))
+            return known or Assembly(prefix, dropped, source.pieces, self.mark())
+
+    def mark(self) -> int:
+        """A new one."""
+        return next(self._marks) * _MARK
 
     def keep(self, assembly: Assembly) -> None:
         key = (assembly.prefix, assembly.dropped, assembly.pieces)
         with self._lock:
-            self._known[key] = self._known.pop(key, assembly)
+            self._known.pop(key, None)
+            self._known[key] = assembly
             while len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
 

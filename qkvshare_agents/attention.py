@@ -24,20 +24,23 @@ _MOST = 64  # conversations that are remembered
 
 
 class AttentionMeter:
-    """Of one model; one forward at a time. mass: what tokens received in what was observed last, summed over layers,
-    heads and queries; empty where the model's attention can't be observed."""
+    """Of one model; one forward at a time.
+
+    mass: what tokens received in what was observed last, summed over layers, heads and queries, and by how many of
+    these it could be seen [2, T]; empty where the model's attention can't be observed.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         self._configs: list[Any] = list(configs.values())
         self._implementation = str(model.config._attn_implementation)
         self._name = f"qkvshare_metered_{self._implementation}"
-        self.mass = torch.zeros(0)
+        self.mass = torch.zeros(2, 0)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe the forwards inside."""
-        self.mass = torch.zeros(0)
+        self.mass = torch.zeros(2, 0)
         if self._implementation not in ("eager", "sdpa"):
             yield
             return
@@ -76,8 +79,9 @@ class AttentionMeter:
             shown = attention_mask[0, 0, seen, :tokens]
             visible = shown if shown.dtype == torch.bool else shown == 0
         hidden = ~visible.repeat(query.shape[1] // key.shape[1], 1)
-        mass = scores.masked_fill_(hidden, -torch.inf).softmax(-1).sum((0, 1)).cpu()
-        self.mass = mass + torch.nn.functional.pad(self.mass, (0, tokens - len(self.mass)))
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        found = torch.stack([weights.sum((0, 1)), (~hidden).sum(0) * float(key.shape[1])]).cpu()
+        self.mass = found + torch.nn.functional.pad(self.mass, (0, tokens - self.mass.shape[1]))
         return output
 
 
@@ -90,23 +94,29 @@ class Attended:
     def add(
         self, ids: Ids, mass: Tensor, kept: Sequence[int], owners: tuple[str, ...], readers: Readers | None
     ) -> None:
-        """mass: what the tokens `kept` of `ids` received in a turn, beside what they had received before."""
-        if len(mass) != len(kept):
+        """mass: of the tokens `kept` of `ids` in a turn (`AttentionMeter`), beside what they had received before."""
+        if mass.shape[1] != len(kept):
             return
-        total = torch.nn.functional.pad(before := self.of(ids, readers), (0, len(ids) - len(before)))
-        total[torch.tensor(list(kept), dtype=torch.long)] += mass
+        before = self._of(ids, readers)
+        total = torch.nn.functional.pad(before, (0, len(ids) - before.shape[1]))
+        total[:, torch.tensor(list(kept), dtype=torch.long)] += mass
         self._known[ids] = total, owners
         self._known.move_to_end(ids)
         while len(self._known) > _MOST:
             self._known.popitem(last=False)
 
     def of(self, ids: Ids, readers: Readers | None) -> Tensor:
-        """What the leading `ids` received, as far as it is known from turns whose owners `readers` may read."""
-        best = torch.zeros(0)
+        """What the leading `ids` received from a query that could see them, in the mean, as far as it is known from
+        turns whose owners `readers` may read."""
+        mass, queries = self._of(ids, readers)
+        return mass / queries.clamp_min(1)
+
+    def _of(self, ids: Ids, readers: Readers | None) -> Tensor:
+        best = torch.zeros(2, 0)
         for known, (mass, owners) in self._known.items():
             if readers is None or readers & set(owners):
                 common = next((i for i, pair in enumerate(zip(known, ids, strict=False)) if pair[0] != pair[1]), None)
                 common = min(len(known), len(ids)) if common is None else common
-                if common >= len(best):
-                    best = mass[:common]
+                if common >= best.shape[1]:
+                    best = mass[:, :common]
         return best.clone()

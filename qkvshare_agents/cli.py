@@ -1,4 +1,4 @@
-"""The command line: `qkvshare models`, `bench`, `eval`, and `inspect`, `ls`, `gc` for packages.
+"""The command line: `qkvshare models`, `bench`, `eval`, and `inspect`, `ls`, `gc` for packages; `top` is elsewhere.
 
 Commands import what they need when they run, so that `--help` doesn't wait for torch.
 """
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qkvshare_agents import cli_budget
 from qkvshare_agents.cli_eval import eval_app
 from qkvshare_agents.errors import QKVShareError
 
@@ -23,6 +24,7 @@ bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
+cli_budget.add_to(app, eval_app)
 
 
 @models_app.command("pull")
@@ -165,6 +167,37 @@ def matrix(
 
     found = known.matrix(families or known.FAMILIES)
     typer.echo(json.dumps(found, indent=2) if as_json else known.markdown(found))
+
+
+@app.command("projector")
+def projector(
+    source: Annotated[str, typer.Argument(help="The model whose KV comes: pulled name, directory or Hub id.")],
+    target: Annotated[str, typer.Argument(help="The model that is to continue from it.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="A safetensors file.")],
+    texts: Annotated[int, typer.Option(min=2, help="To fit it; a quarter as many measure it.")] = 12,
+    tokens: Annotated[int, typer.Option(min=64, help="Of each text.")] = 640,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Fit what makes one model's KV into another's (same tokenizer), and measure how good it is."""
+    from dataclasses import asdict
+
+    from qkvshare_agents.engine import Engine
+    from qkvshare_agents.eval import corpus
+    from qkvshare_agents.projector import fit
+
+    engines = Engine.load(source), Engine.load(target)
+    held_out = -(-texts // 4)
+    ids = [sample.ids for sample in corpus.samples(engines[1].template, tokens, texts + held_out)]
+    made = fit(*engines, ids[held_out:], ids[:held_out])
+    made.save(out)
+    if as_json:
+        typer.echo(json.dumps({"file": out, **asdict(made.quality), "canary_limit": made.canary_limit}, indent=2))
+        return
+    q = made.quality
+    typer.echo(
+        f"{out}: KL {q.mean_kl:.2g} nats to reading the text ({q.mean_kl_without:.2g} without any context), equal"
+    )
+    typer.echo(f"likeliest token {q.top1:.1%}, over {q.tokens} tokens of texts that it was not fitted to")
 
 
 @app.command("inspect")

@@ -99,3 +99,22 @@ def eval_fitting(
     else:
         title = f"{model}: {keep} of {tokens} tokens kept"
         fitting.show(result, title, ("method", "mean_kl", "median_text_kl", "top1", "positions", "read_tokens", "ms"))
+
+
+@eval_app.command("splice")
+def eval_splice(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=65, help="Tokens of each text.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Texts, in turn prose, code and chat.")] = 6,
+    positions: Annotated[int, typer.Option(min=1, help="Predicted tokens behind each.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """A text read behind one system text, placed behind another: next-token KL to reading it there."""
+    from qkvshare_agents.eval import fitting, splice
+
+    result = splice.run(model=model, tokens=tokens, samples=samples, positions=positions)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        title = f"{model}: {tokens} tokens behind another system text"
+        fitting.show(result, title, ("method", "mean_kl", "median_text_kl", "top1", "positions", "read_tokens", "ms"))

@@ -134,6 +134,24 @@ def _kernels(device: torch.device) -> backend.Kernels:
         raise InvalidSetting(str(error)) from error
 
 
+def encoded_bytes(
+    heads: int,
+    tokens: int,
+    dim: int,
+    bits: int,
+    group: Group,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = False,
+) -> int:
+    """What `encode` of a tensor [heads, tokens, dim] keeps: codes, scales and minima."""
+    unit = {8: 1, 4: 2, 3: 8, 2: 4}[bits]  # values that are packed together
+    row = -(-dim // unit) * unit * bits // 8
+    along, across = (tokens, dim) if group == "channel" else (dim, tokens)
+    scales = across * -(-along // (group_size or along))
+    return heads * (tokens * row + scales * (2 if symmetric else 4))
+
+
 def _check_width(bits: int) -> None:
     if bits not in WIDTHS:
         raise CodecError(f"no {bits}-bit codec; the widths are {WIDTHS}")

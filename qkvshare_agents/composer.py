@@ -14,8 +14,9 @@ from qkvshare_agents.errors import Cancelled, ContextOverflow, QKVShareError
 from qkvshare_agents.fitter import Fitted, fit
 from qkvshare_agents.fitting import room_for
 from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page_store import NO_MATCH
+from qkvshare_agents.page import Page, keep_native, seal
 from qkvshare_agents.planner import Mode, Plan
+from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.splice import SHORTEST, Segment, Sequence, Sequences
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt
@@ -53,15 +54,13 @@ class Composer:
         refusal: why KV can't be handed over. Raises ContextOverflow if the prompt does not fit and must not be changed.
         """
         host, context, readers = self._host, self._host.context_tokens, turn.access.readers
-        if host.settings.fit == "error":
-            if len(prompt.ids) >= context:
-                who = turn.speaker.label or "an agent"
-                raise ContextOverflow(
-                    f"context length exceeded: {len(prompt.ids)} tokens and one to come > {context} ({who})"
-                )
-            return Fitted(prompt)
+        if host.settings.fit == "error" and len(prompt.ids) >= context:
+            who = turn.speaker.label or "an agent"
+            raise ContextOverflow(
+                f"context length exceeded: {len(prompt.ids)} tokens and one to come > {context} ({who})"
+            )
         room, immovable = room_for(context, turn.sampling.max_tokens), refusal or host.rotary.refusal
-        if room.lacks(len(prompt.ids)):
+        if host.settings.fit != "error" and room.lacks(len(prompt.ids)):
             assemblies, mass = (None if refusal else self.assemblies), None
             if assemblies and host.settings.fit == "drop_least_attended":
                 mass = self._attended.of(prompt.ids, readers).tolist()
@@ -69,14 +68,29 @@ class Composer:
                 prompt, room, sinks=host.precision.num_sink_tokens, assemblies=assemblies, readers=readers,
                 immovable=immovable, mass=mass,
             )  # fmt: skip
-        return self._spliced_before(prompt, turn) if host.settings.splice and not immovable else Fitted(prompt)
+        approximated = host.settings.splice or host.settings.projectors
+        return self._approximated(prompt, turn) if approximated and not immovable else Fitted(prompt)
 
-    def _spliced_before(self, prompt: Prompt, turn: Turn) -> Fitted:
+    def lay_in(self, ids: Ids, kv: KVCache, owners: tuple[str, ...], why: str) -> None:
+        """Store KV of `ids` that is an approximation: prompts that begin with them continue from it, and say `why`."""
+        assemblies, precision = self.assemblies, self._host.precision
+        mark, behind = assemblies.mark(), assemblies.mark()
+        path = tuple(i + mark for i in ids)
+
+        def make_page(first: int, stop: int, sealed: bool) -> Page:
+            span = kv.span(first, stop)
+            page = seal(span, precision, starts_sequence=first == 0) if sealed else keep_native(span)
+            return replace(page, hops=1)
+
+        assemblies.store.extend(path, precision.page_size, len(path) - precision.residual_length, make_page, owners)
+        assemblies.keep(Assembly(ids, (), (Piece(path, ((0, len(path)),)),), behind, why=why))
+
+    def _approximated(self, prompt: Prompt, turn: Turn) -> Fitted:
         sources = [s for s in self.assemblies.sources(prompt.ids[:-1], turn.access.readers) if not s.assembly.dropped]
         best = max(sources, key=lambda source: source.tokens)
         if not best.assembly.mark:
             return Fitted(prompt)
-        why = f"spliced: {best.tokens} tokens of an earlier turn's KV, which is an approximation"
+        why = f"{best.assembly.why}: {best.tokens} tokens of KV that is an approximation"
         return Fitted(prompt, source=best, assembly=best.assembly, reasons=(why,))
 
     def assemble(self, fitted: Fitted, turn: Turn, kv: KVCache) -> Start:
@@ -149,7 +163,8 @@ class Composer:
             for behind, read in (*start.earlier, (start.assembly, ids)):
                 behind = behind or Assembly()
                 own = read[len(behind.prefix) :]
-                self._sequences.add(Sequence(own, behind.path(read), behind.tokens, start.owners))
+                if own:
+                    self._sequences.add(Sequence(own, behind.path(read), behind.tokens, start.owners))
         if self._meter:
             whole = ((0, len(prompt.ids)),)
             kept = [i for a, b in fitting.without(whole, assembly.dropped) for i in range(a, b)]

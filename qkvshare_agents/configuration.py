@@ -1,9 +1,12 @@
 """What a loaded model and its configuration say about themselves, under whatever name."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
 
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
@@ -20,6 +23,25 @@ def rope_switch_tokens(config: Any) -> int | None:
     return None
 
 
+@contextmanager
+def narrowed(model: PreTrainedModel, tokens: int) -> Iterator[None]:
+    """Inside, no attention window or chunk of the model is wider than `tokens`: the same weights and the same code, of
+    which a few tokens then show what they do beyond a window."""
+    before: list[tuple[Any, str, int]] = []
+    for thing in (model.config.get_text_config(), *model.modules()):
+        for name in _WINDOWS:
+            wide = getattr(thing, name, None)
+            if type(wide) is int and wide > tokens:
+                before.append((thing, name, wide))
+    try:
+        for thing, name, _ in before:
+            setattr(thing, name, tokens)
+        yield
+    finally:
+        for thing, name, wide in before:
+            setattr(thing, name, wide)
+
+
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     found: list[int] = []
     for eos in (
@@ -29,10 +51,3 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     ):
         found += eos if isinstance(eos, list) else [eos] if eos is not None else []
     return found
-
-
-def active_adapters(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of LoRA adapters in effect (their weights are among the parameters)."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return ()
-    return tuple(model.active_adapters())

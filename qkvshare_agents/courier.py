@@ -109,7 +109,10 @@ class Courier:
         arrival = replace(taken, transfer_ms=arrival.transfer_ms, moved_bytes=arrival.moved_bytes)
         if not arrival.alarmed or ask is None:
             return arrival
-        again = self.receive(ask())
+        try:
+            again = self.receive(ask())
+        except Exception as error:  # of the application's own way of talking
+            again = Arrival((f"the sender could not be asked for wider pages: {type(error).__name__}",), alarmed=True)
         return replace(
             again,
             reasons=(*arrival.reasons, *(again.reasons or ("wider pages were asked for and used",))),

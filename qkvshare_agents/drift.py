@@ -27,6 +27,7 @@ UNITS_PER_NAT = 1_000_000  # log-probabilities are whole numbers: the manifest h
 # How far KV may be off its canary, in nats per token: rounding differs from machine to machine, in 16 bits by more
 LIMIT, LIMIT_16_BIT = 1e-6, 5e-3
 COARSE = 0.5  # nats per token by which packed KV may be off native KV before it leaves
+# Where some of the pages are the receiver's own: by the narrowest width
 LIMITS_MIXED = {8: 5e-3, 4: 0.1, 3: COARSE, 2: COARSE}
 _LEAST = -100.0  # nats
 _KEPT = 4096

@@ -5,31 +5,32 @@
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qkvshare_agents import fingerprint, models
-from qkvshare_agents.configuration import active_adapters, eos_ids, rope_switch_tokens
+from qkvshare_agents import models, probed
+from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.identity import Identity
 from qkvshare_agents.kv_cache import KVCache, KVShape
-from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of
+from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
+from qkvshare_agents.observation import Observer
+from qkvshare_agents.probed import Replay
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
 _PROBE_TOKENS = 12
-_LONGEST_PROBED_WINDOW = 1024  # tokens; so that loading stays a matter of seconds on a CPU
-# How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
-# anew with every longer call); or only as a whole, with no cache at all.
-Replay = Literal["chunks", "steps", "whole"]
+_PROBED_WINDOW_TOKENS = 64  # wider ones are probed as if they were this wide, in seconds on a CPU
 
 
 @dataclass
@@ -50,29 +51,36 @@ class Engine:
     kv_limit_tokens: beyond this length the model's rotary frequencies change, and with them all keys.
     has_state: some layers fold all tokens into a state that can't be cut.
     cache_argument: what the model's forward calls its cache. takes_positions: it can be told positions.
+    observer: looks on while the last part of a prompt is read; None by default.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, *, name: str = "", thinking: bool = False, remember: bool = False
+    ) -> None:
+        """remember: take what an earlier probe of this very model found, and keep what this one finds."""
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
         self.config = model.config.get_text_config()
         self.template = Template(tokenizer, thinking=thinking)
-        accepted = inspect.signature(model.forward).parameters
+        inner: Any = getattr(model, "get_base_model", lambda: model)()  # inside of what `peft` wraps around it
+        accepted = inspect.signature(inner.forward).parameters
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._keeps_logits = "logits_to_keep" in accepted
         self.takes_positions = "position_ids" in accepted
         self.context_tokens: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.kv_limit_tokens = rope_switch_tokens(self.config)
         self.stop_ids = self.template.stop_ids(eos_ids(model, tokenizer))
+        self.observer: Observer | None = None
         self.shape: KVShape | None = None
         self.has_state = False
         self._replay: Replay = "chunks"
-        self.refusal = self._probe()
+        self._identity = Identity(model, tokenizer)
+        self.refusal = None if remember and self._recall() else self._probe()
         if self.refusal:
             self._replay = self._probe_replay()
-        self._stamp: tuple[Any, ...] = ()
-        self._fingerprint: Fingerprint | None = None
+        elif remember and self.shape:
+            probed.keep(self.fingerprint, self.model, (self.shape, self.has_state, self._replay))
 
     @classmethod
     def load(
@@ -98,24 +106,12 @@ class Engine:
         except OSError as error:  # not on the Hub, Hub out of reach, or files missing
             raise ModelNotFound(f"model {model!r} can't be loaded: {str(error).strip().splitlines()[0]}") from error
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(loaded.to(device), tokenizer, name=model, thinking=thinking)
+        return cls(loaded.to(device), tokenizer, name=model, thinking=thinking, remember=True)
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the weights as they are now: taken again when a parameter was changed or a LoRA adapter loaded."""
-        stamp = self._weights_stamp()
-        if self._fingerprint is None or stamp != self._stamp:
-            template = getattr(self.tokenizer, "chat_template", "")
-            self._fingerprint = Fingerprint(
-                architecture=fingerprint.hash_config(self.config.to_dict()),
-                weights=fingerprint.hash_weights(self.model.state_dict().items()),
-                lora_adapters=str(active_adapters(self.model)),
-                dtype=str(self.model.dtype),
-                tokenizer=fingerprint.hash_text(self.tokenizer.backend_tokenizer.to_str()),
-                chat_template=fingerprint.hash_text(str(template)),
-            )
-            self._stamp = stamp
-        return self._fingerprint
+        """Of the weights as they are now: taken again when a parameter was changed, or other adapters are in effect."""
+        return self._identity.fingerprint
 
     @property
     def reads_in_steps(self) -> bool:
@@ -146,7 +142,10 @@ class Engine:
         for start in range(0, len(ids), size):
             if cancelled():
                 return None
-            logits = self._forward(run, ids[start : start + size])
+            chunk = ids[start : start + size]
+            left = len(ids) - start - len(chunk)
+            with self.observer.watching(len(chunk), left) if self.observer and run.kv else nullcontext():
+                logits = self._forward(run, chunk)
         return logits
 
     def _chunk_tokens(self, run: Run, count: int) -> int:
@@ -214,13 +213,38 @@ class Engine:
         run.tokens += len(ids)
         return output.logits[0, -count:].float()
 
+    def _recall(self) -> bool:
+        known = probed.recall(self.fingerprint, self.model)
+        if known:
+            self.shape, self.has_state, self._replay = known
+        return known is not None
+
     @torch.inference_mode()
     def _probe(self) -> str | None:
         """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
+        with self.narrowed():
+            refusal = self._probe_narrowed()
+        if self.shape:
+            self.shape = replace(self.shape, windows=windows_of(DynamicCache(config=self.config)))
+        return refusal
+
+    @contextmanager
+    def narrowed(self) -> Iterator[None]:
+        """Inside, the model looks back over short windows, for probes whose text is beyond any of them."""
+        shape = self.shape
+        with narrowed(self.model, _PROBED_WINDOW_TOKENS):
+            if shape:
+                self.shape = replace(shape, windows=windows_of(DynamicCache(config=self.config)))
+            try:
+                yield
+            finally:
+                self.shape = shape or self.shape
+
+    def _probe_narrowed(self) -> str | None:
         cache = DynamicCache(config=self.config)
-        name = self.config.model_type
-        if (window := longest_window(cache)) > _LONGEST_PROBED_WINDOW:
-            return f"a sliding window of {window} tokens is longer than what is probed ({_LONGEST_PROBED_WINDOW})"
+        name, window = self.config.model_type, longest_window(cache)
+        if window > _PROBED_WINDOW_TOKENS:
+            return f"{name} has a window of {window} tokens, which can't be probed"
         ids = self._probe_ids(window + _PROBE_TOKENS)  # a window shows only beyond its length
         try:
             self.has_state = has_state(kinds_of(cache))
@@ -272,19 +296,3 @@ class Engine:
     def _agree(self, a: Tensor, b: Tensor) -> bool:
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
         return float((a - b).norm() / b.norm()) <= tolerance  # False for NaN
-
-    def _weights_stamp(self) -> tuple[Any, ...]:
-        """Changes when any weight is written to in place, replaced, or joined by a LoRA adapter's.
-
-        Writes through `.data`, as when an adapter is merged, move no version counter: one element of every
-        tensor is looked at, too.
-        """
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        versions = sum(t._version for t in tensors if not t.is_inference())
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                by_device.setdefault(tensor.device, []).append(tensor.detach()[tuple(n // 2 for n in tensor.shape)])
-        looked_at = [v for held in by_device.values() for v in torch.stack([t.float() for t in held]).tolist()]
-        places = hash(tuple(t.data_ptr() for t in tensors))
-        return len(tensors), versions, tuple(looked_at), places, active_adapters(self.model)

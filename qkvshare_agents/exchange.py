@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, device
 
+from qkvshare_agents import projection
 from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
 from qkvshare_agents.errors import PackageError
+from qkvshare_agents.kv_cache import KVShape
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import PRESETS, Page, Part, keep_native, seal
-from qkvshare_agents.page_store import chained_key
+from qkvshare_agents.page import PRESETS, Page, keep_native, seal
+from qkvshare_agents.part import Part
+from qkvshare_agents.prefix_tree import chained_key
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.span import in_words
 from qkvshare_agents.transcript import Message, Prompt
@@ -46,26 +49,37 @@ class Exchange:
         if refusal := _refusal(host):
             raise PackageError(f"there is no KV to hand over: {refusal}")
         prompt = host.prompt(turn)
-        settled = prompt.ids[: max((end for end, _ in prompt.answers), default=prompt.settled)]
+        last = max((end for end, _ in prompt.answers), default=prompt.settled)
+        settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
         steps = host.store.steps(settled, have, turn.access.readers)
         if not steps:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         covered = settled[: sum(step.tokens for step in steps)]
-        pages = [page for page, _ in host.store.match(covered, turn.access.readers).runs]
-        canary, nats = _canary(host, covered, pages)
+        if host.store.match(covered, turn.access.readers).not_by(host.adapters):
+            raise PackageError("KV that was computed with several LoRA adapters stays here")
+        runs, _ = host.store.lineup(covered, steps)
+        canary, nats = _canary(host, covered, runs)
         if wider or not nats <= host.settings.coarse_limit:  # NaN, too
-            steps, pages = _widened(host, covered, max(page.hops for page in pages), nats)
-            canary, _ = _canary(host, covered, pages)
+            steps = _widened(host, covered, max(page.hops for page, _ in runs), nats)
+            canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page])
         assert engine.shape is not None
-        ledger = _spoken(prompt, turn.messages, host.ledger)
+        spoken = _spoken(prompt, turn.messages, host.ledger)
+        ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
         groups = engine.shape.groups
-        return Package(settled, steps, engine.fingerprint, groups, ledger, handoff, metadata, canary=canary)
+        return Package(settled, steps, host.fingerprint, groups, ledger, handoff, metadata, canary=canary)
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
         engine = host.engine
-        if reason := _refusal(host) or _mismatch(host, package) or self._repeated(package):
+        projector = host.projector_from(package.fingerprint)
+        mismatch = None if projector else _mismatch(host, package)
+        if reason := _refusal(host) or mismatch or self._repeated(package):
             return Arrival((reason,))
+        if projector:
+            heard = projection.adopt(host, projector, package, owners)
+            if not heard.reasons:
+                _learn(host.ledger, package)
+            return heard
         assert engine.shape is not None
         steps = [_on(engine.shape.device, step) for step in package.steps]
         (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
@@ -73,15 +87,13 @@ class Exchange:
         heard = _listen(host, package, runs, steps) if new and came == whole else Arrival()
         if heard.reasons:
             return heard
-        for text, start, stop in package.ledger:
-            if host.ledger.find(text) is None:  # what was generated here is not overwritten
-                host.ledger.record(text, package.ids[start:stop])
+        _learn(host.ledger, package)
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
-        stored = host.store.graft(package.ids, steps, owners)
+        stored = host.store.graft(package.ids, steps, owners, host.adapters)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
-        if package.canary:  # whoever forwards it compares with what the first sender said
+        if package.canary and heard.canary_nats is not None:  # whoever forwards it compares with the first sender
             host.canaries.keep(package.ids[:whole], package.canary)
         return heard
 
@@ -95,6 +107,12 @@ class Exchange:
         return None
 
 
+def _learn(ledger: Ledger, package: Package) -> None:
+    for text, start, stop in package.ledger:
+        if ledger.find(text) is None:  # what was generated here is not overwritten
+            ledger.record(text, package.ids[start:stop])
+
+
 def _refusal(host: "Host") -> str | None:
     if not host.settings.handoff:
         return "handoff is switched off (handoff=False)"
@@ -106,13 +124,12 @@ def _refusal(host: "Host") -> str | None:
 def _mismatch(host: "Host", package: Package) -> str | None:
     engine, shape = host.engine, host.engine.shape
     assert shape is not None
-    if differences := package.fingerprint.differences(engine.fingerprint):
+    if differences := package.fingerprint.differences(host.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
     if package.groups != shape.groups:
         return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
-    held = (sum(len(part.layers) for part in step.page.keys) for step in package.steps if step.page)
-    if any(layers != shape.layers for layers in held):
-        return "the package has pages without the KV of all layers"
+    if lacking := _lacking(package, shape):
+        return lacking
     vocabulary = engine.model.get_input_embeddings().num_embeddings
     if max(package.ids) >= vocabulary:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
@@ -123,16 +140,30 @@ def _mismatch(host: "Host", package: Package) -> str | None:
     return None
 
 
-def _canary(host: "Host", ids: tuple[int, ...], pages: Sequence[Page]) -> tuple[Canary, float]:
-    """What is expected behind `pages`; how far, in nats, that is off what the turn that computed their KV expected."""
-    count, tokens = min(WATCHED, len(ids)), [page.tokens for page in pages]
-    tokens[-1] -= sum(tokens) - len(ids)
-    logits = host.runner.expected(zip(pages, tokens, strict=True), ids, count, apart=True)
+def _lacking(package: Package, shape: KVShape) -> str | None:
+    """Why its pages are not all that is looked back at from behind them."""
+    window, everything = shape.window, frozenset(range(shape.layers))
+    stop = 0
+    for step in package.steps:
+        start, stop = stop, stop + step.tokens
+        seen = window is None or window.sees(start, stop, (package.covered_tokens,))
+        needed = everything if seen or window is None else everything - window.layers
+        if step.page and not step.page.holds(needed):
+            return f"the package's page of tokens {start} to {stop} lacks layers that look back at it"
+    return None
+
+
+def _canary(host: "Host", ids: tuple[int, ...], runs: Sequence[tuple[Page, int]]) -> tuple[Canary | None, float]:
+    """What is expected behind `runs`; how far, in nats, that is off what the turn that computed their KV expected."""
+    if host.settings.canary_limit == inf:
+        return None, 0.0
+    count = min(WATCHED, len(ids))
+    logits = host.runner.expected(runs, ids, count, apart=True)
     turn = host.canaries.find(ids)
     return canary_of(logits), divergence(turn.last(count), logits) if turn and turn.tokens >= count else 0.0
 
 
-def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[tuple[Step, ...], list[Page]]:
+def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[Step, ...]:
     """The KV of `ids` again, from the native cache that their turn left behind. Raises PackageError if it is gone."""
     kv, precision = host.runner.native(ids), host.precision
     if kv is None or precision.is_native:
@@ -142,19 +173,19 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
     narrow = any(bits and bits < 8 for bits in widths)
     wider = replace(precision, key_bits=8, value_bits=8, widths=None) if narrow else PRESETS["native"]
     steps: list[Step] = []
-    pages: list[Page] = []
     key = host.store.root_key
     for start in range(0, len(ids), precision.page_size):
         part = ids[start : start + precision.page_size]
         key, full = chained_key(key, part), len(part) == precision.page_size
-        span = kv.span(start, start + len(part))
+        span, window = kv.span(start, start + len(part)), host.store.window
+        if window and not window.sees(start, start + len(part), (len(ids),)):
+            span = span.without(window.layers)
         page = seal(span, wider, starts_sequence=start == 0) if full else keep_native(span)
-        pages.append(replace(page, hops=hops))
-        steps.append(Step(len(part), key, full, pages[-1]))
-    return tuple(steps), pages
+        steps.append(Step(len(part), key, full, replace(page, hops=hops)))
+    return tuple(steps)
 
 
-def _listen(host: "Host", package: Package, runs: list[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
+def _listen(host: "Host", package: Package, runs: Sequence[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
     """Whether the KV in `runs` says what its sender's said."""
     limit, canary, ids = host.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
     if limit == inf:

@@ -10,24 +10,33 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from qkvshare_agents import rotary
+from qkvshare_agents import projector as projectors
+from qkvshare_agents import rotary, status
 from qkvshare_agents.codec import prepare
 from qkvshare_agents.drift import Canaries
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import Cancelled, HostClosed
+from qkvshare_agents.errors import Cancelled, HostClosed, InvalidSetting
 from qkvshare_agents.exchange import Exchange
+from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.identity import BASE
 from qkvshare_agents.ledger import Ledger, Roster
+from qkvshare_agents.lora import adapters_leave_kv
+from qkvshare_agents.observation import Observer
 from qkvshare_agents.package import Package
-from qkvshare_agents.page import Precision, preset
+from qkvshare_agents.page import Precision
+from qkvshare_agents.projector import Projector
 from qkvshare_agents.report import Arrival, HandoffReport
+from qkvshare_agents.residents import Key, Residents
 from qkvshare_agents.rotary import Rotary
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.runner import Runner
-from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.settings import JOINT, HostSettings
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.snapshot import SnapshotStore
+from qkvshare_agents.status import Notice
 from qkvshare_agents.transcript import Prompt, lay_out
 from qkvshare_agents.turn import Answer, Turn
 
@@ -40,7 +49,7 @@ class Host:
 
     def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
         self.settings = settings
-        self._precision = preset(settings.precision)
+        self._precision = settings.base_precision
         self.ledger = Ledger()
         self.roster = Roster()
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
@@ -51,8 +60,12 @@ class Host:
         self.snapshots = SnapshotStore(settings.budget_bytes // 2)
         self.canaries = Canaries()
         self._exchange = Exchange()
+        self.residents = Residents(self._precision, None)
+        self._notice = Notice()
+        self._projectors: list[Projector] = []
         self._runner = Runner(self)
         self._root = b""
+        self._leaves_kv: dict[bytes, bool] = {}  # by fingerprint: whether its adapters change no KV
         self._thread = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="qkvshare-host", initializer=self._began)
         self._pid = os.getpid()
@@ -76,9 +89,26 @@ class Host:
                 if self.settings.handoff:
                     prepare(self._engine.model.device)
                     self._precision = settle(self._precision, self._engine)
-                    self.rotary = rotary.measure(self._engine)
+                    self.rotary = rotary.of_stored(self._engine)
+                self._settle_in(self._engine)
+                self._projectors = [self._projector(path) for path in self.settings.projectors]
                 self._settled = True
             return self._engine
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of what computes KV now: the base alone, where adapters leave its KV as it is and may share it."""
+        own = self.engine.fingerprint
+        if own.lora_adapters == BASE or self.settings.lora == "refuse":
+            return own
+        if own.digest not in self._leaves_kv:
+            self._leaves_kv[own.digest] = adapters_leave_kv(self.engine)
+        return replace(own, lora_adapters=BASE) if self._leaves_kv[own.digest] else own
+
+    @property
+    def adapters(self) -> str:
+        """With which KV is computed now, where that may differ from page to page."""
+        return "" if self.settings.lora == "refuse" else self.fingerprint.lora_adapters
 
     @property
     def runner(self) -> Runner:
@@ -91,6 +121,54 @@ class Host:
         _ = self.engine
         return self._precision
 
+    def _settle_in(self, engine: Engine) -> None:
+        s, p, shape = self.settings, self._precision, engine.shape
+        self.residents = Residents(p, shape, average_bits=s.average_bits)
+        if s.precision == JOINT and s.handoff and shape and not engine.refusal and engine.observer is None:
+            engine.observer = Observer(
+                engine.model,
+                shape.layers,
+                rotate_keys=p.rotate_keys is not False,
+                sinks=p.num_sink_tokens,
+                page_size=p.page_size,
+            )
+
+    def precision_of(self, agent: Key) -> Precision:
+        """How pages of this agent are sealed now."""
+        if self.settings.precision != JOINT:
+            return self.precision
+        store = self.store
+        return self.residents.precision(agent, store.budget_bytes - store.nbytes)
+
+    @property
+    def uniform_because(self) -> str:
+        """Why all layers have one width although `joint` was asked for; "" if that is not so."""
+        if self.settings.precision != JOINT or self._engine is None:
+            return ""
+        refusal = self._engine.refusal or (self._engine.observer.refusal if self._engine.observer else None)
+        return refusal or self.residents.uniform_because
+
+    def status(self) -> dict[str, Any]:
+        """Agents, their tokens and bytes, the widths of their next pages, what is stored, and the budget."""
+        return status.describe(self)
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Keep to another budget from now on; waits for queued turns. What is over it is dropped, least recently used
+        first, and those agents read text again. Raises InvalidSetting for a negative one."""
+        if budget_bytes < 0:
+            raise InvalidSetting(f"budget_bytes must not be negative: {budget_bytes}")
+
+        def change() -> None:
+            self.store.resize(budget_bytes // (2 if self.engine.has_state else 1))
+            self.residents.refresh()
+
+        self._wait_for(change)
+
+    @property
+    def stored(self) -> SharedPageStore | None:
+        """The pages, if any were stored yet."""
+        return self._store
+
     @property
     def context_tokens(self) -> int:
         """That a prompt and its answer may take together."""
@@ -100,12 +178,27 @@ class Host:
     def store(self) -> SharedPageStore:
         """Pages of the model as it is now; an emptied store when its weights were changed."""
         salt = hashlib.sha256(self.settings.salt.encode()).digest()
-        root = hashlib.sha256(self.engine.fingerprint.digest + salt).digest()
+        found = self.fingerprint
+        if self.settings.lora == "share_base" and not self.engine.has_state:
+            found = replace(found, lora_adapters=BASE)
+        root = hashlib.sha256(found.digest + salt).digest()
         if self._store is None or root != self._root:
             self._forget()
-            pages_bytes = self.settings.budget_bytes // (2 if self.engine.has_state else 1)
-            self._store, self._root = SharedPageStore(root, pages_bytes), root
+            pages_bytes, shape = self.settings.budget_bytes // (2 if self.engine.has_state else 1), self.engine.shape
+            self._store, self._root = SharedPageStore(root, pages_bytes, shape.window if shape else None), root
         return self._store
+
+    def projector_from(self, source: Fingerprint) -> Projector | None:
+        """What makes that model's KV into this one's, if there is anything and the weights are what they were."""
+        wanted = source.digest.hex(), self.engine.fingerprint.digest.hex()
+        return next((p for p in self._projectors if (p.source, p.target) == wanted), None)
+
+    def _projector(self, path: str) -> Projector:
+        assert self._engine is not None
+        projector = projectors.load(path)
+        if projector.target != self._engine.fingerprint.digest.hex():
+            raise InvalidSetting(f"the projector {path} leads to another model than {self._engine.name}")
+        return projector
 
     def submit(
         self,
@@ -180,6 +273,7 @@ class Host:
         self._closed = True
         self._worker.shutdown(wait=True)
         self._forget()
+        self._notice.withdraw()
         self._engine = self._store = None
         self._runner = Runner(self)
 
@@ -194,4 +288,7 @@ class Host:
             raise Cancelled("the turn was cancelled before it began")
         if self._closed:
             raise HostClosed(f"the host of {self.settings.model} was closed before this turn began")
-        return self._runner.answer(turn, on_text, cancelled)
+        try:
+            return self._runner.answer(turn, on_text, cancelled)
+        finally:
+            self._notice.post(self.status())

@@ -59,6 +59,7 @@ def describe(payload: Payload, *, secret: str = "") -> dict[str, Any]:
         "tokens": m.tokens,
         "covered_tokens": sum(run.tokens for run in m.runs),
         "answers": len(m.ledger),
+        "canary_tokens": m.canary.tokens if m.canary else 0,
         "runs": [_run(m, run) for run in m.runs],
     }
 
@@ -88,7 +89,8 @@ def show(described: Mapping[str, Any]) -> None:
     console = Console()
     expires = datetime.fromtimestamp(d["expires_ms"] / 1000).isoformat(" ", "seconds")
     console.print(f"package {d['id']}: {d['nbytes']:,} bytes, {d['header_bytes']:,} of them header", highlight=False)
-    console.print(f"expires {expires}; {d['digest']}, signature {d['signature']}", highlight=False)
+    canary = f"a canary of {d['canary_tokens']} tokens" if d["canary_tokens"] else "no canary"
+    console.print(f"expires {expires}; {d['digest']}, signature {d['signature']}; {canary}", highlight=False)
     console.print(
         f"KV of {d['covered_tokens']} of {d['tokens']} tokens, {d['answers']} answers; "
         + in_words(LayerGroup(**group) for group in d["groups"]),

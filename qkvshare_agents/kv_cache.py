@@ -7,13 +7,15 @@ dequantizing into it does, and they have room for the tokens to come, so that no
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.page import Page
 from qkvshare_agents.snapshot import Snapshot
-from qkvshare_agents.span import Block, LayerGroup, Span
+from qkvshare_agents.span import Block, LayerGroup, Span, Window
 
 _ROUND_TOKENS = 256
 
@@ -22,8 +24,7 @@ _ROUND_TOKENS = 256
 class KVShape:
     """What a model keeps of a token: groups of layers that are alike, by their indices among the layers with KV.
 
-    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. Their KV is
-    kept for all tokens nevertheless, so that a conversation can be continued from any token; masks do the rest.
+    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -41,6 +42,15 @@ class KVShape:
         """How many numbers all layers keep of one token."""
         return sum(group.values_per_token for group in self.groups)
 
+    @cached_property
+    def window(self) -> Window | None:
+        """The layers that have one, and the widest; None where all layers look back at everything.
+
+        A few tokens are added, which canaries are read again from.
+        """
+        layers = frozenset(layer for layer, tokens in enumerate(self.windows) if tokens)
+        return Window(layers, max(tokens or 0 for tokens in self.windows) + WATCHED) if layers else None
+
     def fp16_bytes(self, tokens: int) -> int:
         """What `tokens` tokens take in a 16-bit cache, of windows only what they show: the yardstick of all ratios."""
         total = 0
@@ -51,10 +61,13 @@ class KVShape:
 
 
 class KVCache:
-    """Native keys and values of the running turn. Not thread-safe: one turn at a time."""
+    """Native keys and values of the running turn. Not thread-safe: one turn at a time.
 
-    def __init__(self, shape: KVShape) -> None:
-        self.shape = shape
+    round_tokens: room is made for a multiple of so many tokens.
+    """
+
+    def __init__(self, shape: KVShape, *, round_tokens: int = _ROUND_TOKENS) -> None:
+        self.shape, self._round_tokens = shape, round_tokens
         self._held = self._allocate(0)
         self._places = {
             layer: (g, row) for g, group in enumerate(shape.groups) for row, layer in enumerate(group.layers)
@@ -79,13 +92,19 @@ class KVCache:
         self._reserve(reserve_tokens)
 
     def load(self, runs: Iterable[tuple[Page, int]]) -> None:
-        """Append the first `tokens` tokens of each page, in order."""
-        start = self.tokens
-        for page, tokens in runs:
-            self._reserve(start + tokens)
-            page.open_into(self.span(start, start + tokens))
+        """Append the first `tokens` tokens of each page, in order.
+
+        Of layers with a window only what is looked back at from behind the last. Raises CodecError if that is missing.
+        """
+        start, added, window = self.tokens, list(runs), self.shape.window
+        end = start + sum(tokens for _, tokens in added)
+        self._reserve(end)
+        for page, tokens in added:
+            span = self.span(start, start + tokens)
+            seen = window is None or window.sees(start, start + tokens, (end,))
+            page.open_into(span if seen or window is None else span.without(window.layers))
             start += tokens
-            self._lengths = [start] * self.shape.layers
+        self._lengths = [end] * self.shape.layers
 
     def keep(self, start: int, wanted: Sequence[int]) -> None:
         """Of the tokens from `start` on, keep only the `wanted`, counted from `start`, in their order."""
@@ -102,7 +121,7 @@ class KVCache:
         self._lengths = [min(tokens, length) for length in self._lengths]
 
     def span(self, start: int, stop: int) -> Span:
-        """Views of the tokens [start, stop) of all layers."""
+        """Views of the tokens [start, stop) of all layers, whatever they hold of what was never loaded."""
         blocks = zip(self.shape.groups, self._held, strict=True)
         return Span(
             stop - start, tuple(Block(g.layers, k[:, :, start:stop], v[:, :, start:stop]) for g, (k, v) in blocks)
@@ -142,7 +161,7 @@ class KVCache:
             return
         used = max(self._lengths, default=0)
         old = self.span(0, used)
-        self._room = -(-max(tokens, used * 5 // 4) // _ROUND_TOKENS) * _ROUND_TOKENS
+        self._room = -(-max(tokens, used * 5 // 4) // self._round_tokens) * self._round_tokens
         self._held = self._allocate(self._room)
         for new, kept in zip(self.span(0, used).blocks, old.blocks, strict=True):
             new.keys.copy_(kept.keys)

@@ -18,8 +18,8 @@ from qkvshare_agents.span import LayerGroup
 class LayerKind(Enum):
     """What a layer keeps of the tokens it has read.
 
-    ATTENTION: keys and values of every token, in pages; windows too, since masks hide what is outside. RECURRENT: one
-    state. PARALLEL: both. EMPTY: nothing, as in layers that use another layer's KV or have no attention.
+    ATTENTION: keys and values in pages, of every token or of those that a window shows. RECURRENT: one state.
+    PARALLEL: both. EMPTY: nothing, as in layers that use another layer's KV or have no attention.
     """
 
     ATTENTION = "attention"
@@ -58,6 +58,29 @@ class _KVCacheLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return _update(self, key_states, value_states)
+
+
+class _WindowLayer(_KVCacheLayer):
+    """The same, showing no more than attention looks back at; the lengths are those of transformers' own layer."""
+
+    is_sliding = True
+
+    def __init__(self, kv: KVCache, index: int, window: int) -> None:
+        self.sliding_window = window
+        super().__init__(kv, index)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        shown = self.sliding_window - 1 + key_states.shape[-2]
+        keys, values = _update(self, key_states, value_states)
+        return keys[:, :, -shown:], values[:, :, -shown:]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        query = (
+            query_length if isinstance(query_length, int) else query_length.shape[0]
+        )  # transformers < 5.2: positions
+        seen = self.get_seq_length()
+        hidden = max(0, seen - self.sliding_window + 1)
+        return seen - hidden + query, hidden
 
 
 class _ParallelLayer(_Parallel):
@@ -102,7 +125,8 @@ def cache_over(kv: KVCache, config: Any) -> Cache:
     for template, kind in zip(cache.layers, kinds_of(cache), strict=True):
         layer: Any = template
         if kind is LayerKind.ATTENTION:
-            layer = _KVCacheLayer(kv, attention)
+            window = getattr(template, "sliding_window", None)
+            layer = _WindowLayer(kv, attention, window) if window else _KVCacheLayer(kv, attention)
         elif kind is LayerKind.PARALLEL:
             layer = _ParallelLayer(kv, attention, getattr(template, "number_of_states", 1))
         if kind.has_state and (state := next(states, None)):
@@ -124,7 +148,7 @@ def shape_of(cache: Cache) -> KVShape:
     """The KV's shape in a cache that has read something. Raises UnsupportedModel for what can't be stored."""
     alike: dict[tuple[int, int, int, int | None], list[int]] = {}
     kept: set[tuple[torch.dtype, torch.device]] = set()
-    windows: list[int | None] = []
+    count = 0
     for layer, kind in zip(cache.layers, kinds_of(cache), strict=True):
         if not kind.has_kv:
             continue
@@ -134,15 +158,15 @@ def shape_of(cache: Cache) -> KVShape:
         heads, value_heads, window = keys.shape[1], values.shape[1], getattr(layer, "sliding_window", None)
         if value_heads != heads:
             raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-        alike.setdefault((heads, keys.shape[3], values.shape[3], window), []).append(len(windows))
+        alike.setdefault((heads, keys.shape[3], values.shape[3], window), []).append(count)
         kept.add((keys.dtype, keys.device))
-        windows.append(window)
-    if not windows:
+        count += 1
+    if not count:
         return _without_attention(cache)
     if len(kept) != 1:
         raise UnsupportedModel(f"layers differ in dtype or device {kept}; they can't be handed over yet")
     groups = tuple(LayerGroup(tuple(layers), *sizes[:3]) for sizes, layers in alike.items())
-    return KVShape(groups, *kept.pop(), tuple(windows) if any(windows) else ())
+    return KVShape(groups, *kept.pop(), windows_of(cache))
 
 
 def _without_attention(cache: Cache) -> KVShape:
@@ -150,6 +174,13 @@ def _without_attention(cache: Cache) -> KVShape:
     if first is None or first.device is None:
         raise UnsupportedModel("no layer keeps keys and values or a state")
     return KVShape((), first.dtype, first.device)
+
+
+def windows_of(cache: Cache) -> tuple[int | None, ...]:
+    """Of each layer with KV, how many tokens it looks back over (None: all); empty if that holds for all of them."""
+    kinds = kinds_of(cache)
+    windows = [getattr(x, "sliding_window", None) for x, kind in zip(cache.layers, kinds, strict=True) if kind.has_kv]
+    return tuple(windows) if any(windows) else ()
 
 
 def longest_window(cache: Cache) -> int:

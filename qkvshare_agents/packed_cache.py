@@ -16,6 +16,7 @@ from qkvshare_kernels import backend
 from qkvshare_kernels.attention import PackedPages
 
 Native = tuple[Tensor, Tensor]
+_TAIL_TOKENS = 32  # room for the newest tokens is made in such steps: it would be most of what is native
 
 
 class PackedCache:
@@ -31,7 +32,7 @@ class PackedCache:
         self._native: list[list[Native]] = [[] for _ in range(shape.layers)]
         self._halves: set[int] = set()  # layers of which some page packs keys only, or values only
         self._groups = {layer: group for group in shape.groups for layer in group.layers}
-        self._tail = KVCache(shape)
+        self._tail = KVCache(shape, round_tokens=_TAIL_TOKENS)
         self._settled = 0
         self._scratch: Tensor | None = None
 
@@ -39,6 +40,15 @@ class PackedCache:
     def tokens(self) -> int:
         """Tokens that every layer holds."""
         return self._settled + self._tail.tokens
+
+    @property
+    def settled(self) -> int:
+        """Tokens in pages; what was appended since lies in the tail."""
+        return self._settled
+
+    @property
+    def tail(self) -> KVCache:
+        return self._tail
 
     @property
     def native_bytes(self) -> int:
@@ -71,7 +81,7 @@ class PackedCache:
             self._add(page, size)
             sealed += size
         if sealed:
-            self._tail = KVCache(self.shape)
+            self._tail = KVCache(self.shape, round_tokens=_TAIL_TOKENS)
             for layer in range(self.shape.layers):
                 self._tail.append(layer, *(held[:, sealed:] for held in tail.layer(layer)))
         return sealed
@@ -119,4 +129,4 @@ class PackedCache:
         if self._scratch is None or self._scratch.numel() < sum(sizes):
             self._scratch = torch.empty(sum(sizes) * 5 // 4, dtype=self.shape.dtype, device=self.shape.device)
         keys, values, _ = self._scratch.split([*sizes, self._scratch.numel() - sum(sizes)])
-        return keys.view(group.heads, tokens, -1), values.view(group.heads, tokens, -1)
+        return keys.view(group.heads, tokens, group.key_dim), values.view(group.heads, tokens, group.value_dim)

@@ -8,7 +8,7 @@ group's scale; StreamingLLM, arXiv 2309.17453) stay in native precision.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from qkvshare_agents import codec
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.errors import CodecError, InvalidSetting
+from qkvshare_agents.part import Part, Stored, fill
 from qkvshare_agents.span import Span
 
 # How far below 8 bits scales go from the range of a group towards the least squares fit. Keys only half of the way:
@@ -95,56 +96,6 @@ def preset(name: str) -> Precision:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Keys or values [H, T, D] of one layer: the first tokens `native`, then `packed`."""
-
-    native: Tensor | None
-    packed: Encoded | None
-
-    def open_into(self, out: Tensor) -> None:
-        """Write all of it, in the reader's precision, into a view [..., T, D]."""
-        split = 0 if self.native is None else self.native.shape[-2]
-        if self.native is not None:
-            out[..., :split, :].copy_(self.native)
-        if self.packed:
-            codec.decode_into(self.packed, out[..., split:, :])
-
-
-@dataclass(frozen=True)
-class Part:
-    """Keys or values [L, H, T, D] of `layers`, in this order: the first tokens `native`, then `packed`."""
-
-    layers: tuple[int, ...]
-    native: Tensor | None
-    packed: Encoded | None
-
-    @property
-    def native_tokens(self) -> int:
-        return 0 if self.native is None else self.native.shape[-2]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        native = () if self.native is None else (self.native,)
-        return native + (self.packed.tensors() if self.packed else ())
-
-    def head(self, tokens: int) -> "Part":
-        """The first `tokens` tokens as views of the same bytes."""
-        native = None if self.native is None else self.native[..., :tokens, :]
-        rest = tokens - self.native_tokens
-        return Part(self.layers, native, self.packed.head(rest) if self.packed and rest > 0 else None)
-
-    def layer(self, layer: int, tokens: int) -> "Stored":
-        """The first `tokens` tokens of one of its layers, as views of the same bytes."""
-        row, rest = self.layers.index(layer), tokens - self.native_tokens
-        native = None if self.native is None else self.native[row, :, :tokens]
-        return Stored(native, self.packed.layer(row).head(rest) if self.packed and rest > 0 else None)
-
-    def open_into(self, out: Tensor) -> None:
-        """Write the first `out.shape[-2]` tokens into a view [L, H, t, D]."""
-        head = self.head(out.shape[-2])
-        Stored(head.native, head.packed).open_into(out)
-
-
-@dataclass(frozen=True)
 class Page:
     """`tokens` tokens of keys and values in parts, whose layers do not overlap.
 
@@ -162,6 +113,14 @@ class Page:
         """All parts, in the order in which they are written."""
         return self.keys + self.values
 
+    def holds(self, layers: frozenset[int]) -> bool:
+        return layers <= {layer for part in self.keys for layer in part.layers}
+
+    def without(self, layers: frozenset[int]) -> "Page":
+        """The same parts but those of `layers`."""
+        keys, values = (tuple(p for p in parts if layers.isdisjoint(p.layers)) for parts in (self.keys, self.values))
+        return self if len(keys) == len(self.keys) else Page(self.tokens, keys, values, self.hops)
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the storages behind the page: codes, scales, minima, native tokens."""
@@ -175,8 +134,8 @@ class Page:
         if span.tokens > self.tokens:
             raise CodecError(f"the page holds {self.tokens} tokens, not {span.tokens}")
         for block in span.blocks:
-            _fill(block.keys, block.layers, self.keys)
-            _fill(block.values, block.layers, self.values)
+            fill(block.keys, block.layers, self.keys)
+            fill(block.values, block.layers, self.values)
 
     def layer(self, layer: int, tokens: int) -> "tuple[Stored, Stored]":
         """The first `tokens` tokens of a layer's keys and of its values as they are stored, by reference."""
@@ -266,34 +225,6 @@ def _pack_values(values: Tensor, bits: int, precision: Precision) -> Encoded:
         rotate=narrow if precision.rotate_values is None else precision.rotate_values,
         fit=_VALUE_FIT if narrow else 0.0,
     )
-
-
-def _fill(out: Tensor, layers: tuple[int, ...], parts: Sequence[Part]) -> None:
-    """Write what `parts` hold of `layers` into `out` [L, H, t, D]."""
-    filled = 0
-    for part in parts:
-        if part.layers == layers:
-            return part.open_into(out)
-        rows = _rows(part.layers, layers)
-        if isinstance(rows, slice):
-            part.open_into(out[rows])
-        elif rows:  # layers that are not neighbours in `out` are no view of it
-            opened = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
-            part.open_into(opened)
-            out[list(rows)] = opened
-        filled += len(part.layers) if rows else 0
-    if filled != len(layers):
-        raise CodecError(f"the page holds {filled} of {len(layers)} layers of a group")
-
-
-@lru_cache(maxsize=4096)
-def _rows(wanted: tuple[int, ...], layers: tuple[int, ...]) -> slice | tuple[int, ...]:
-    """Where `wanted` are in `layers`: a slice if they follow each other; () if one of them is not there."""
-    place = {layer: row for row, layer in enumerate(layers)}
-    rows = tuple(place.get(layer, -1) for layer in wanted)
-    if -1 in rows:
-        return ()
-    return slice(rows[0], rows[-1] + 1) if rows == tuple(range(rows[0], rows[-1] + 1)) else rows
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def plan(
     refusal: why this model's KV can't be handed over at all. settled_tokens: ids before the newest user turn.
     evicted_pages: pages that the store has dropped for its budget, to explain a short match. withheld: why KV that
     others have of further tokens is not read, if so. stateless_tokens: further ids whose KV is stored, but
-    without the recurrent state that the model needs beside it.
+    without the recurrent state, or all that windows show, which the model needs beside it.
     """
     if refusal:
         return Plan(Mode.TEXT, 0, (refusal,))
@@ -77,7 +77,8 @@ def crossover_tokens(fixed_ms: float, moving_ms_per_token: float, replay_ms_per_
 def _why_short(matched: int, settled: int, evicted_pages: int, withheld: str, stateless: int) -> str:
     where = f"stored KV agrees with {matched} of {settled} tokens"
     if stateless:
-        return f"{where}; {stateless} more are read again, since state is kept only where turns end and cues begin"
+        kept = "since state and windows are kept only where turns end and cues begin"
+        return f"{where}; {stateless} more are read again, {kept}"
     if withheld:
         return f"{where}; others have more, but {withheld}"
     if evicted_pages:

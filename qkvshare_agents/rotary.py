@@ -116,6 +116,13 @@ def measure(engine: "Engine") -> Rotary:
     return Rotary(tuple(layers) if engine.takes_positions else (layers[0],) * engine.shape.layers)
 
 
+def of_stored(engine: "Engine") -> Rotary:
+    """As `measure`, but of KV that is stored, which can't be put together where it is no more than a window."""
+    if engine.shape and engine.shape.window and not engine.refusal:
+        return Rotary(refusal="layers with a window keep no more than that window")
+    return measure(engine)
+
+
 def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
     """The rotation that leads from (keys, values) [H, 1, D] at the first position to those at the others."""
     (keys, values), tolerance = alone[0], _TOLERANCE.get(alone[0][0].dtype, _COARSE)

@@ -5,13 +5,9 @@ some models and multiplies it on others, and neither the outliers nor the error 
 is what attention makes of it. So a short text is continued behind keys that were sealed in both ways.
 """
 
-import json
-import os
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
-from qkvshare_agents import models
+from qkvshare_agents import verdicts
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision, seal
@@ -34,12 +30,12 @@ def rotation_helps(engine: Engine) -> bool:
     """
     if engine.shape is None or engine.refusal or not engine.shape.layers:
         return True
-    kept = _directory() / f"{engine.fingerprint.digest.hex()}.json"
-    try:
-        return bool(json.loads(kept.read_text(encoding="utf-8"))["rotate_keys"])
-    except (OSError, ValueError, KeyError, TypeError):
-        rotated, plain = (divergence(engine, rotate_keys=rotate) for rotate in (True, False))
-    _keep(kept, {"rotate_keys": rotated <= plain, "kl_rotated": rotated, "kl_plain": plain, "model": engine.name})
+    name = engine.fingerprint.digest.hex()
+    if isinstance(known := verdicts.recall("rotation", name).get("rotate_keys"), bool):
+        return known
+    rotated, plain = (divergence(engine, rotate_keys=rotate) for rotate in (True, False))
+    found = {"rotate_keys": rotated <= plain, "kl_rotated": rotated, "kl_plain": plain, "model": engine.name}
+    verdicts.keep("rotation", name, found)
     return rotated <= plain
 
 
@@ -68,18 +64,3 @@ def _text() -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in ("assignment", "class", "for", "with"))
-
-
-def _directory() -> Path:
-    return models.models_directory().parent / "rotation"
-
-
-def _keep(path: Path, verdict: dict[str, object]) -> None:
-    """Whole or not at all; a cache directory that can't be written to costs the next load a probe."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(verdict, file)
-        os.replace(file.name, path)
-    except OSError:
-        return

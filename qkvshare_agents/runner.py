@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,19 @@ from qkvshare_agents.codec import kernels_name
 from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import canary_of
 from qkvshare_agents.encoder import Ids
-from qkvshare_agents.errors import Cancelled, CodecError
+from qkvshare_agents.engine import Run
+from qkvshare_agents.errors import Cancelled, CodecError, UnsupportedModel
 from qkvshare_agents.fitter import whole
+from qkvshare_agents.identity import without_adapters
+from qkvshare_agents.keeping import seal_read
 from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import Page, keep_native, seal
-from qkvshare_agents.page_store import NO_MATCH
+from qkvshare_agents.lean_cache import LeanCache
+from qkvshare_agents.packed_attention import begin as begin_packed
+from qkvshare_agents.page import Page
 from qkvshare_agents.planner import Mode, plan, stale_after
+from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.report import HandoffReport
-from qkvshare_agents.shared_store import SharedPageStore
+from qkvshare_agents.residents import Key
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start
 from qkvshare_agents.summary import Summaries
@@ -45,7 +51,13 @@ class Runner:
 
     def native(self, ids: Sequence[int]) -> KVCache | None:
         """The working cache if it still has the KV that `ids` were last continued with."""
-        return self._kv if self._held[: len(ids)] == tuple(ids) else None
+        if isinstance(self._kv, LeanCache) or self._held[: len(ids)] != tuple(ids):
+            return None
+        return self._kv
+
+    def lay_in(self, ids: Ids, kv: KVCache, owners: tuple[str, ...], why: str) -> None:
+        """Store KV of `ids` that is an approximation, and say `why` in reports of turns that continue from it."""
+        self._composer.lay_in(ids, kv, owners, why)
 
     def expected(
         self, runs: Iterable[tuple[Page, int]], ids: Sequence[int], count: int, *, apart: bool = False
@@ -59,7 +71,13 @@ class Runner:
         kv = KVCache(shape) if apart else self._working_cache(len(ids))
         kv.load(runs)
         kv.crop(len(ids) - count)
-        return self._host.engine.logits(kv, ids[-count:], count)
+        engine = self._host.engine
+        with nullcontext() if self._speaks_plainly() else without_adapters(engine.model):
+            return engine.logits(kv, ids[-count:], count)
+
+    def _speaks_plainly(self) -> bool:
+        """Whether what the model says is what its KV's fingerprint stands for: no adapter changes the end alone."""
+        return self._host.settings.lora == "refuse" or self._host.fingerprint == self._host.engine.fingerprint
 
     def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         engine = self._host.engine  # loading is no part of the turn
@@ -72,12 +90,16 @@ class Runner:
         if fitted.source is None:
             start = self._begin(prompt, longest, turn)
         else:
-            start = self._composer.assemble(fitted, turn, self._working_cache(fitted.tokens + _RESERVED_TOKENS))
+            start = self._composer.assemble(
+                fitted, turn, self._working_cache(fitted.tokens + _RESERVED_TOKENS, moved=True)
+            )
         start = self._composer.splice(start, prompt, turn, cancelled)
         reused = start.plan.reused_tokens
         with self._composer.watching():
             logits = self._read(start, prompt, cancelled)
-        first = logits if self._host.settings.measure_replay else None
+        if engine.observer and (units := engine.observer.take()):
+            self._host.residents.observe(_key(turn), units)
+        first = logits.clone() if self._host.settings.measure_replay else None
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
         while speech.add(logits):
@@ -134,12 +156,14 @@ class Runner:
             return f"{total} tokens may cross {engine.kv_limit_tokens}, where all keys get other rotary frequencies"
         return engine.refusal or (None if engine.shape else "the model's KV has no shape that can be stored")
 
-    def _working_cache(self, tokens: int) -> KVCache:
-        """Emptied, with room for `tokens`."""
-        shape = self._host.engine.shape
+    def _working_cache(self, tokens: int, *, moved: bool = False) -> KVCache:
+        """Emptied, with room for `tokens`. moved: what is loaded will be written to, so it can't stay packed."""
+        shape, settings = self._host.engine.shape, self._host.settings
         assert shape is not None
-        if self._kv is None or self._kv.shape != shape:
-            self._kv = KVCache(shape)
+        lean = settings.packed_history and shape.layers and not (settings.splice or moved or shape.window)
+        kind = LeanCache if lean else KVCache
+        if type(self._kv) is not kind or self._kv.shape != shape:
+            self._kv = kind(shape)
         self._held = ()
         self._kv.clear(tokens)
         return self._kv
@@ -152,11 +176,12 @@ class Runner:
         store = self._host.store
         ids = prompt.ids[:-1]  # one token must be run in any case
         match = store.match(ids, access.readers)
-        hidden = access.readers is not None and store.stored_tokens(ids) > match.tokens
-        found, state = match.tokens, None
-        if engine.has_state:
-            state = self._host.snapshots.longest(ids[:found])
+        found, state = match.agreeing, None
+        hidden = access.readers is not None and store.stored_tokens(ids) > found
+        while engine.has_state and match.tokens and (state is None or match.tokens < state.tokens):
+            state = self._host.snapshots.longest(ids[: match.tokens])
             match = match.head(state.tokens if state else 0)
+        state = state if match.tokens else None
         hops = max((page.hops for page, _ in match.runs), default=0)
         stale = stale_after(hops, self._host.settings.refresh_every) if match.tokens else None
         if stale:
@@ -169,6 +194,9 @@ class Runner:
             withheld=access.reason if hidden else "",
             stateless_tokens=found - match.tokens,
         )
+        if others := match.not_by(self._host.adapters):
+            why = f"KV of {others} tokens was computed with other LoRA adapters, which is an approximation"
+            decision = replace(decision, reasons=(*decision.reasons, why))
         importing = time.perf_counter()
         kv = self._working_cache(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         kv.load(match.runs)
@@ -178,9 +206,16 @@ class Runner:
         hops = hops if match.tokens else 0
         import_ms = _ms_since(importing)
         return Start(
-            engine.begin(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale),
+            self._run_on(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale),
             covered=match.tokens,
         )  # fmt: skip
+
+    def _run_on(self, kv: KVCache) -> Run:
+        engine = self._host.engine
+        if isinstance(kv, LeanCache):
+            with suppress(UnsupportedModel):  # then one layer after the other becomes native
+                return replace(begin_packed(engine, kv.packed), kv=kv)
+        return engine.begin(kv)
 
     def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
         """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
@@ -200,7 +235,7 @@ class Runner:
             position = stop
 
     def _keep(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> tuple[str, ...]:
-        """Store the KV of what was fed; returns why not, if not."""
+        """Store the KV of what was fed; returns why not, if not, and whether others' pages had to go."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:
             return ()
@@ -208,33 +243,24 @@ class Runner:
         last = start.assembly or Assembly()
         fed = ids[: len(last.prefix) + start.run.tokens - last.tokens]
         self._held = () if start.assembly else fed
+        evicted, precision, sealed_tokens = store.evicted_pages, self._host.precision_of(_key(turn)), 0
+        by = self._host.adapters
         try:
             for assembly, read in (*start.earlier, (start.assembly, fed)):
-                self._seal(start, kv, store, assembly or Assembly(), read)
+                sealed_tokens += seal_read(start, kv, read, assembly or Assembly(), prompt.settled, precision, by)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
+        self._host.residents.note_turn(_key(turn), fed, sealed_tokens)
         self._composer.keep(start, fed, prompt, turn)
-        if start.assembly is None:
+        if start.assembly is None and self._speaks_plainly():
             self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state
         for tokens, snapshot in start.snapshots.items():
             self._host.snapshots.keep(fed[:tokens], snapshot)
+        if dropped := store.evicted_pages - evicted:
+            return (f"{dropped} pages were dropped, least recently used first: {store.budget_bytes:,} bytes are full",)
         return ()
-
-    def _seal(self, start: Start, kv: KVCache, store: SharedPageStore, assembly: Assembly, read: Ids) -> None:
-        """Store what was read of the prompt `read` behind the assembly."""
-        precision, behind, path = self._host.precision, assembly.tokens, assembly.path(read)
-
-        def make_page(first: int, stop: int, sealed: bool) -> Page:
-            span, begins = kv.span(behind + first, behind + stop), behind + first == 0
-            page = seal(span, precision, starts_sequence=begins) if sealed else keep_native(span)
-            return replace(page, hops=start.hops)
-
-        if start.renews and not assembly.mark:
-            store.renew(path, make_page)
-        sealed_tokens = len(path) - precision.residual_length
-        store.extend(path, precision.page_size, sealed_tokens, make_page, start.owners)
 
     def _replay(self, prompt: Prompt, first: Tensor) -> tuple[float, float]:
         """Milliseconds that reading the text takes, and how far `first`, the turn's first logits, is off (nats)."""
@@ -245,6 +271,10 @@ class Runner:
         replay_ms = _ms_since(started)
         expected, got = logits.double().log_softmax(-1), first.double().log_softmax(-1)
         return replay_ms, float((expected.exp() * (expected - got)).sum())
+
+
+def _key(turn: Turn) -> Key:
+    return turn.scope, turn.speaker.name
 
 
 def _ms_since(started: float) -> float:

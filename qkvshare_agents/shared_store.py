@@ -4,12 +4,14 @@ Sender and receiver name pages by content address: the chain over (fingerprint a
 both sides, so that only what the receiver lacks needs to travel, and another tenant's addresses fit nowhere.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.package import Step, crop
 from qkvshare_agents.page import Page
-from qkvshare_agents.page_store import Node, PageStore, _credit, _path, _remove, chained_key
+from qkvshare_agents.page_store import PageStore
+from qkvshare_agents.prefix_tree import Node, chained_key, path, remove
 
 
 class SharedPageStore(PageStore):
@@ -20,11 +22,29 @@ class SharedPageStore(PageStore):
         """A hash of the model and the salt."""
         return self._root.key
 
+    def resize(self, budget_bytes: int) -> None:
+        """Keep to another budget from now on; what is over it is dropped at once, least recently used first."""
+        with self._lock:
+            self.budget_bytes = budget_bytes
+            self._evict()
+
+    def weigh(self, ids: Sequence[int]) -> tuple[int, int]:
+        """How many leading `ids` have stored KV, and the bytes of the pages that hold it; touches nothing."""
+        with self._lock:
+            match = self._find(tuple(ids))
+            return match.tokens, match.nbytes
+
     def held(self, ids: Sequence[int]) -> tuple[bytes, ...]:
-        """Content addresses of the sealed runs that `ids` begin with: what nobody needs to send."""
-        match = self.match(ids)
-        whole = (node for node in match.nodes if node.sealed)
-        return tuple(node.key for node in whole if node is not match.nodes[-1] or match.last_tokens == len(node.ids))
+        """Content addresses of the sealed runs that `ids` begin with: what nobody needs to send.
+
+        A page that lacks layers with a window goes by `bare_key`, and will do where no window looks back at it.
+        """
+        with self._lock:
+            match = self._find(tuple(ids))
+            self._touch(match.nodes)
+        layers = self.window.layers if self.window else frozenset()
+        whole = (n for n in zip(match.nodes, match.pages, strict=True) if n[0].sealed and n[0].end <= match.tokens)
+        return tuple(node.key if page.holds(layers) else bare_key(node.key) for node, page in whole)
 
     def steps(self, ids: Sequence[int], have: Collection[bytes], readers: Readers | None = None) -> tuple[Step, ...]:
         """The stored prefix of `ids` that `readers` may read (None: all); pages of sealed runs whose address is in
@@ -37,10 +57,22 @@ class SharedPageStore(PageStore):
         match = self.match(ids, readers)
         for node, (page, tokens) in zip(match.nodes, match.runs, strict=True):
             key = chained_key(parent_key, node.ids[:tokens])
-            known = node.sealed and key in have
+            unseen = self.window is not None and not self.window.sees(node.start, node.end, (match.tokens,))
+            known = node.sealed and (key in have or (unseen and bare_key(key) in have))
             steps.append(Step(tokens, key, node.sealed, None if known else crop(page, tokens)))
             parent_key = key
         return tuple(steps)
+
+    def lacks(self, ids: Sequence[int], steps: Sequence[Step]) -> bool:
+        """Whether the steps leave out pages that are not here either."""
+        end = sum(step.tokens for step in steps)
+        here, stop = set(self.held(ids[:end])), 0
+        for step in steps:
+            start, stop = stop, stop + step.tokens
+            unseen = self.window is not None and not self.window.sees(start, stop, (end,))
+            if step.page is None and step.key not in here and not (unseen and bare_key(step.key) in here):
+                return True
+        return False
 
     def fits(self, ids: Sequence[int], steps: Sequence[Step]) -> bool:
         """Whether the steps' addresses are those that `ids` have in this store: the same model and salt."""
@@ -55,20 +87,22 @@ class SharedPageStore(PageStore):
     def lineup(self, ids: Sequence[int], steps: Sequence[Step]) -> tuple[list[tuple[Page, int]], int]:
         """Pages for `steps`, those that did not travel from here: (page, tokens of it) run by run, as far as they
         come. And how many of the runs are not stored here."""
-        run, start, new = tuple(ids), 0, 0
+        run, start, new, window = tuple(ids), 0, 0, self.window
+        end = sum(step.tokens for step in steps)
         runs: list[tuple[Page, int]] = []
         with self._lock:
             node: Node | None = self._root
             for step in steps:
                 node = _stored(node, run[start : start + step.tokens], step.sealed) if node else None
                 page = step.page or (node.page if node else None)
-                if page is None:
+                seen = window is not None and window.sees(start, start + step.tokens, (end,))
+                if page is None or (seen and window is not None and not page.holds(window.layers)):
                     break
                 runs.append((page, step.tokens))
                 start, new = start + step.tokens, new + (node is None)
         return runs, new
 
-    def renew(self, ids: Sequence[int], make_page: Callable[[int, int, bool], Page]) -> int:
+    def renew(self, ids: Sequence[int], make_page: Callable[[int, int, bool], Page], by: str = "") -> int:
         """Replace those pages under `ids` that handoffs lie behind; returns how many. make_page: as for `extend`.
 
         Conversations that share a run read its new page from now on; what they computed behind the old one stays.
@@ -83,17 +117,18 @@ class SharedPageStore(PageStore):
         with self._lock:
             for node, tokens, page in made:
                 if tokens == len(node.ids):
-                    node.page = page
+                    node.page, node.by = page, frozenset({by})
                 elif node.sealed and node.parent is not None:
-                    self._child(node.parent, node.ids[:tokens], page)
+                    self._child(node.parent, node.ids[:tokens], page, by=frozenset({by}))
             self._evict()
         return len(made)
 
-    def graft(self, ids: Sequence[int], steps: Sequence[Step], owners: Sequence[str] = ()) -> int:
-        """Store the steps' pages under `ids`; returns how many leading ids have stored KV now.
+    def graft(self, ids: Sequence[int], steps: Sequence[Step], owners: Sequence[str] = (), by: str = "") -> int:
+        """Store the steps' pages under `ids`; returns how many leading ids can be continued from now.
 
-        Runs that are stored already keep their own page; `owners` join theirs. It ends before the first run whose page
-        neither travelled nor is here any more.
+        Runs that are stored already keep their own page, unless it lacks layers that the other has; `owners` join
+        theirs. It ends before the first run whose page neither travelled nor is here any more. by: the adapters that
+        computed what is new.
         """
         run = tuple(ids)
         shares: dict[str, int] = {}  # up to which token owners of runs that make way own the ids
@@ -107,21 +142,26 @@ class SharedPageStore(PageStore):
                 if known is None:
                     assert step.page is not None
                     for child in [c for c in node.children if c.ids == part]:
-                        _remove(child)  # open here, sealed there: it would be in the way of what follows
+                        remove(child)  # open here, sealed there: it would be in the way of what follows
                         _inherit(shares, child, start)
-                    known = self._child(node, part, step.page, step.sealed)
+                    known = self._child(node, part, step.page, step.sealed, frozenset({by}))
+                elif self.window and step.page and step.page.holds(self.window.layers):
+                    known.page = known.page if known.page.holds(self.window.layers) else step.page
                 node, start = known, start + step.tokens
-            path = _path(node)
+            nodes = path(node)
             for other, before, common in list(self._agreeing(run[:start])):
-                if not other.sealed and common == len(other.ids) and other not in path:
-                    _remove(other)
+                if not other.sealed and common == len(other.ids) and other not in nodes:
+                    remove(other)
                     _inherit(shares, other, before)
             for owner in owners:
                 shares[owner] = start
-            _credit(path, shares)
-            self._touch(path)
-            self._evict()
-            return self._find(run).tokens
+            self._settle(nodes, shares, {start})
+            return self._look_up(run).tokens
+
+
+def bare_key(key: bytes) -> bytes:
+    """The name of a page without its layers with a window."""
+    return hashlib.sha256(key + b"without windows").digest()
 
 
 def _inherit(shares: dict[str, int], node: Node, start: int) -> None:

@@ -18,6 +18,7 @@ from qkvshare_agents.host import Host
 from qkvshare_agents.package import Package
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.shared_store import bare_key
 from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.transport.interface import DEADLINE_MS, Transport
 from qkvshare_agents.transport.shm import ShmTransport
@@ -108,8 +109,7 @@ class SharingHost(Host):
         """The package under `key`, behind those that hold pages which it leaves out and which are not here."""
         package, arrival = self._courier.fetch(key)
         if package:
-            here = set(self.store.held(package.ids))
-            lacking = any(step.page is None and step.key not in here for step in package.steps)
+            lacking = self.store.lacks(package.ids, package.steps)
             parts = package.metadata.get(_PARTS, "").split()[:_MOST_PARTS] if lacking else []
             for part in (p for p in parts if p != key and p not in self._known):
                 yield self._courier.fetch(part)
@@ -128,7 +128,8 @@ class SharingHost(Host):
         held = {address: h.key for address, h in self._holders.items() if h.until > now}
         try:
             package = self.export(following, have=held)
-            parts = list(dict.fromkeys(held[step.key] for step in package.steps if step.page is None))
+            left_out = (step.key for step in package.steps if step.page is None)
+            parts = list(dict.fromkeys(held.get(address) or held[bare_key(address)] for address in left_out))
             if len(parts) > _MOST_PARTS:
                 package, parts = self.export(following), []
         except PackageError:
@@ -151,8 +152,11 @@ class SharingHost(Host):
         self._known[key] = None
         if package:
             until = time.monotonic() + (package.expires_ms / 1000 - time.time()) / 2
-            travelled = (step for step in package.steps if step.sealed and step.page is not None)
-            self._holders.update((step.key, _Holder(key, until)) for step in travelled)
+            layers = self.store.window.layers if self.store.window else frozenset()
+            for step in package.steps:
+                if step.sealed and step.page is not None:
+                    address = step.key if step.page.holds(layers) else bare_key(step.key)
+                    self._holders[address] = _Holder(key, until)
         for remembered in (self._known, self._holders):
             while len(remembered) > _REMEMBERED:
                 remembered.popitem(last=False)

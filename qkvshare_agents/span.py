@@ -35,6 +35,22 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Window:
+    """`layers` look back over a window, of `tokens` where it is widest, the token that looks included."""
+
+    layers: frozenset[int]
+    tokens: int
+
+    def first_seen(self, position: int) -> int:
+        """The first token that what comes at `position` looks back at."""
+        return max(0, position - self.tokens + 1)
+
+    def sees(self, start: int, stop: int, positions: Iterable[int]) -> bool:
+        """Whether any of the tokens [start, stop) is looked back at from one of the positions."""
+        return any(start < position and stop > self.first_seen(position) for position in positions)
+
+
+@dataclass(frozen=True)
 class Span:
     """`tokens` consecutive tokens of all layers, a block for every group; no block where no layer has KV."""
 
@@ -50,6 +66,10 @@ class Span:
         }
         for layer in sorted(found):
             yield layer, *found[layer]
+
+    def without(self, layers: frozenset[int]) -> "Span":
+        """The groups that have none of `layers`."""
+        return Span(self.tokens, tuple(block for block in self.blocks if layers.isdisjoint(block.layers)))
 
     def cut(self, start: int, stop: int) -> "Span":
         """Tokens [start, stop) of it, as views."""

@@ -6,7 +6,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a hub
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run without a GPU; triton looks when it is imported
 
-from qkvshare_agents import models, rotation
+from qkvshare_agents import models, verdicts
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import ModelNotFound
 
@@ -15,8 +15,9 @@ from qkvshare_agents.errors import ModelNotFound
 def no_verdicts_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a probe found in a test is kept for the session only, and nothing is taken from earlier ones."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("rotation")
-        patch.setattr(rotation, "_directory", lambda: folder)
+        folder = tmp_path_factory.mktemp("verdicts")
+        patch.setattr(verdicts, "directory", lambda: folder)
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))  # where hosts say what they hold
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.package import Package, Step
 from qkvshare_agents.page import Page, Precision, keep_native, seal
-from qkvshare_agents.page_store import chained_key
+from qkvshare_agents.prefix_tree import chained_key
 from qkvshare_agents.span import Block, LayerGroup, Span
 
 SECRET = "a secret that both sides were given"

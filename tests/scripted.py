@@ -48,6 +48,8 @@ class ScriptedEngine:
             self.worst = max(self.worst, float((logits - replayed).abs().max()))
             answer = self._script(encoder.decode(prompt.ids, keep_special=True))
             self._words = [*encoder.text(answer), min(self._engine.stop_ids)]
+        if not self._words:  # read outside of a turn, to probe the model
+            return logits
         scripted = torch.full_like(logits, -1e4)
         scripted[self._words.pop(0)] = 0.0
         return scripted

@@ -7,7 +7,8 @@ from dataclasses import replace
 import packages
 import pytest
 import torch
-from support import tiny_engine
+from scripted import ScriptedHost
+from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents import manifest, package
 from qkvshare_agents.courier import Courier
@@ -21,15 +22,20 @@ from qkvshare_agents.drift import (
     default_limit,
     divergence,
 )
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, PackageError
+from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.package import Package
-from qkvshare_agents.page import Page, Part
+from qkvshare_agents.page import Page
+from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.sampling import Sampling
+from qkvshare_agents.sharing import SharingHost
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.transport.local import LocalTransport
+from qkvshare_agents.transport.shm import ShmTransport
 from qkvshare_agents.turn import Turn
 
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, and then some more. " * 4, "user")
@@ -45,9 +51,10 @@ def host(**settings: object) -> Host:
     return made
 
 
-def turn(name: str, *messages: Message, tokens: int = 24, **fields: object) -> Turn:
+def turn(name: str, *messages: Message, tokens: int = 24, seed: int | None = None, **fields: object) -> Turn:
     member = host_for_members.roster.members("")[name]
-    return Turn(member, "", messages, Sampling(max_tokens=tokens), **fields)
+    sampling = Sampling(max_tokens=tokens, seed=seed, temperature=0.0 if seed is None else 1.0)
+    return Turn(member, "", messages, sampling, **fields)
 
 
 def say(on: Host, name: str, messages: list[Message], **fields: object) -> list[Message]:
@@ -277,6 +284,7 @@ def test_the_limit_can_be_set_and_switched_off() -> None:
     assert host().take(carried(wrong)).alarmed
     assert host(canary_limit=100.0).take(carried(wrong)).reasons == ()
     assert host(canary_limit=math.inf).take(carried(wrong)) == Arrival()
+    assert sent(canary_limit=math.inf)[2].canary is None
     for name in ("canary_limit", "coarse_limit"):
         for limit in (0.0, -1.0, math.nan):
             with pytest.raises(InvalidSetting, match=name):
@@ -398,6 +406,20 @@ def test_a_second_alarm_is_text() -> None:
     assert b.reports[0].mode.value == "TEXT"
 
 
+def test_a_sender_that_can_not_be_asked_is_text() -> None:
+    sender, receiver, a, b = couriers()
+    messages = say(a, "a", [TASK])
+    sender.post(damaged(a.export(turn("b", *messages))), "k" * 32)
+
+    def ask() -> str:
+        raise ConnectionError("a secret address")
+
+    arrival = receiver.receive("k" * 32, ask=ask)
+    assert arrival.alarmed and arrival.reasons[1] == "the sender could not be asked for wider pages: ConnectionError"
+    say(b, "b", messages, arrival=arrival)
+    assert b.reports[0].mode.value == "TEXT"
+
+
 def test_wider_pages_of_safe_ones_are_native() -> None:
     a, messages, out = sent(precision="safe")
     wider = carried(a.export(turn("b", *messages), wider=True))
@@ -406,6 +428,26 @@ def test_wider_pages_of_safe_ones_are_native() -> None:
     native = host(precision="native")
     with pytest.raises(PackageError, match="as it was computed"):
         native.export(turn("b", *say(native, "a", [TASK])), wider=True)
+
+
+def test_a_host_that_finds_kv_by_itself_does_not_use_wrong_kv(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("qkvshare_agents.transport.shm.default_directory", lambda: tmp_path / "packages")
+    settings = HostSettings("tiny", secret="", share="shm")
+    a, b = SharingHost(settings, ENGINE), SharingHost(settings, ENGINE)
+    for one in (a, b):
+        for name in NAMES:
+            one.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    messages = say(a, "a", [TASK])
+    transport = ShmTransport()
+    (file,) = transport.files()
+    published = package.read(transport.get(file.key))
+    transport.delete(file.key)
+    transport.put(file.key, layers_swapped(published).write())
+    say(b, "b", messages)
+    (report,) = b.reports
+    assert report.mode.value == "TEXT" and "not used" in report.reasons[0] and report.canary_nats > 1e-3
+    for one in (a, b, transport):
+        one.close()
 
 
 # Hops and refresh
@@ -444,6 +486,19 @@ def test_refresh_computes_far_travelled_kv_anew(precision: str) -> None:
     assert {page.hops for page, _ in one.store.match(ids).runs} == {0}
 
 
+def test_fifty_hops_are_refreshed_every_eight() -> None:
+    """What a refreshed turn says is what text replay says, however long the conversation is."""
+    one = host(precision="small", refresh_every=8, measure_replay=True)
+    messages = [TASK]
+    for index in range(50):
+        messages = say(one, NAMES[index % 2], messages, tokens=6, seed=index)  # no two answers are the same
+    reports = list(one.reports)
+    assert [report.hops for report in reports] == [index % 9 for index in range(50)]
+    assert max(report.replay_kl for report in reports if report.hops == 0) < 1e-9
+    drifted = [report.replay_kl for report in reports if report.hops]
+    assert max(drifted[-8:]) < 10 * max(drifted[:8])
+
+
 def test_refreshed_kv_is_that_of_text_replay() -> None:
     """Bit for bit: the same tokens, read at once, sealed anew in place of the old pages."""
     one, fresh = host(precision="tiny", refresh_every=2), host(precision="tiny")
@@ -465,6 +520,20 @@ def test_refreshed_kv_is_that_of_text_replay() -> None:
     assert kvs[0][0].shape == kvs[1][0].shape
     for mine, theirs in zip(*kvs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba"])
+def test_refresh_reads_recurrent_state_anew(family: str) -> None:
+    engine = Engine(families.tiny_model(family), tiny_tokenizer())
+    one = ScriptedHost(lambda prompt: f"Answer {len(prompt)}, in some words.", engine=engine, refresh_every=2)
+    for name in NAMES:
+        one.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    messages = [TASK]
+    for index in range(5):
+        messages = say(one, NAMES[index % 2], messages)
+    assert one.modes == ["TEXT", "KV", "KV", "TEXT", "KV"], [r.reasons for r in one.reports]
+    assert [report.hops for report in one.reports] == [0, 1, 2, 0, 1]
+    one.assert_exact()
 
 
 def test_a_branch_of_refreshed_pages_is_refreshed_once() -> None:

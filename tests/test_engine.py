@@ -11,7 +11,7 @@ import transformers
 from support import tiny_engine, tiny_model, tiny_tokenizer
 from transformers import CONFIG_MAPPING, DynamicCache
 
-from qkvshare_agents import page
+from qkvshare_agents import layers, page, verdicts
 from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
 from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache
@@ -106,6 +106,41 @@ SLIDING = [
 ]
 
 
+def test_a_probe_is_remembered_of_the_very_same_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = []
+    original = Engine._probe
+    monkeypatch.setattr(Engine, "_probe", lambda self: probes.append(self.name) or original(self))
+
+    def load(name: str, seed: int = 0, **overrides: object) -> Engine:
+        model = tiny_model("gemma3_text", seed, sliding_window=24, head_dim=16, **overrides)
+        return Engine(model, tiny_tokenizer(), name=name, remember=True)
+
+    first, again = load("first"), load("again")
+    assert probes == ["first"]
+    assert again.refusal is None and again.shape == first.shape and again.shape.window == first.shape.window
+    ids = ids_of_length(90)
+    assert (
+        handed_over(again, ids, 70, page.preset("native")) - uninterrupted(again, ids)
+    ).abs().max() <= MAX_DIFFERENCE
+    load("another", seed=1)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    load("another torch")
+    assert probes == ["first", "another", "another torch"]
+    for damage in ("", "[]", '{"groups": 3}', '{"groups": [[[0], 1]], "windows": []}'):
+        for file in (verdicts.directory() / "probe").iterdir():
+            file.write_text(damage)
+        assert load("damaged").shape == first.shape
+    assert probes[3:] == ["damaged"] * 4
+
+
+def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_continued", lambda *_: torch.zeros(640))
+        assert Engine(model, tiny_tokenizer(), remember=True).refusal
+    assert Engine(model, tiny_tokenizer(), remember=True).refusal is None
+
+
 @pytest.mark.parametrize(("kind", "overrides"), SLIDING)
 @pytest.mark.parametrize("shared", [12, 23, 24, 25, 100])
 def test_a_handoff_is_exact_within_and_beyond_a_window(kind: str, overrides: dict, shared: int) -> None:
@@ -122,9 +157,35 @@ def test_windows_count_in_the_yardstick_only_as_far_as_they_show() -> None:
     assert shape.fp16_bytes(1000) == shape.fp16_bytes(23)
 
 
-def test_a_window_that_is_too_long_to_probe_is_refused() -> None:
-    engine = tiny_engine("mistral", sliding_window=2000)
-    assert engine.refusal is not None and "2000 tokens" in engine.refusal
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [("mistral", {"sliding_window": 4096}), ("gemma3_text", {"sliding_window": 1024, "head_dim": 16})],
+)
+def test_wide_windows_are_probed_as_if_they_were_short(
+    kind: str, overrides: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = []
+    original = Engine._read
+    monkeypatch.setattr(
+        Engine, "_read", lambda self, run, ids, count: fed.append(len(ids)) or original(self, run, ids, count)
+    )
+    engine = tiny_engine(kind, max_position_embeddings=8192, **overrides)
+    assert engine.refusal is None and engine.shape and max(fed) < 100
+    wide = overrides["sliding_window"]
+    assert max(w or 0 for w in engine.shape.windows) == wide == engine.config.sliding_window
+    monkeypatch.undo()
+    ids = ids_of_length(wide + 600)
+    got = handed_over(engine, ids, wide + 520, page.preset("native"))
+    assert (got - uninterrupted(engine, ids)).abs().max() <= MAX_DIFFERENCE
+
+
+def test_a_model_whose_window_fails_is_refused_though_it_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe with a short window sees a wrong one."""
+    original = layers._WindowLayer.get_mask_sizes
+    off = lambda self, query: (original(self, query)[0], original(self, query)[1] + 1)  # noqa: E731
+    monkeypatch.setattr(layers._WindowLayer, "get_mask_sizes", off)
+    engine = tiny_engine("mistral", sliding_window=4096)
+    assert engine.refusal and "continues differently" in engine.refusal
 
 
 def test_logits_of_several_positions_are_those_of_one_after_the_other() -> None:

@@ -23,8 +23,8 @@ from qkvshare_agents.turn import Turn
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 REPRESENTATIVE = (
-    "llama", "mistral", "gpt2", "bloom", "gemma3_text", "llama4_text", "gpt_oss", "deepseek_v3", "qwen3_5_text",
-    "lfm2", "mamba", "mamba2", "falcon_h1", "jamba", "nemotron_h",
+    "llama", "mistral", "gpt2", "bloom", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "deepseek_v3",
+    "qwen3_5_text", "lfm2", "mamba", "mamba2", "falcon_h1", "jamba", "nemotron_h",
 )  # fmt: skip
 STATEFUL = ("qwen3_5_text", "lfm2", "falcon_h1", "mamba", "mamba2", "jamba")
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, please.", "user")
@@ -90,7 +90,7 @@ def test_where_state_is_missing_the_text_is_read_and_the_report_says_so() -> Non
         messages.append(Message("user", answer.text, "a"))
     h.snapshots.clear()
     report = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result().report
-    assert report.mode.value == "TEXT" and "state is kept only where turns end" in report.reasons[0]
+    assert report.mode.value == "TEXT" and "state and windows are kept only where turns end" in report.reasons[0]
     h.assert_exact()
 
 

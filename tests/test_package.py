@@ -24,7 +24,8 @@ from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import CodecError, InvalidSetting, PackageError
 from qkvshare_agents.memory import Blocks
 from qkvshare_agents.package import Package, crop, inspect, read
-from qkvshare_agents.page import Page, Part, Precision, keep_native, seal
+from qkvshare_agents.page import Page, Precision, keep_native, seal
+from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.span import LayerGroup
 

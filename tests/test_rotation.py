@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support import tiny_engine
 
-from qkvshare_agents import rotation
+from qkvshare_agents import rotation, verdicts
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.page import PRESETS, Precision
@@ -14,8 +14,8 @@ from qkvshare_agents.page import PRESETS, Precision
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(rotation, "_directory", lambda: tmp_path / "kept")
-    return tmp_path / "kept"
+    monkeypatch.setattr(verdicts, "directory", lambda: tmp_path / "kept")
+    return tmp_path / "kept" / "rotation"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_cache_that_can_not_be_written_to_costs_only_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[bool]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(rotation, "_directory", lambda: tmp_path / "file" / "below")
+    monkeypatch.setattr(verdicts, "directory", lambda: tmp_path / "file" / "below")
     assert rotation.rotation_helps(tiny_engine()) is False
 
 

@@ -68,7 +68,8 @@ def test_a_conversation_over_three_processes(where: str, folder: Path, request: 
     if where == "redis":
         place = {"share": request.getfixturevalue("valkey"), "secret": SECRET}
     apart, alone = {name: open_host(**place) for name in NAMES}, open_host(share="")
-    assert converse(apart) == converse(dict.fromkeys(NAMES, alone))
+    got, want = converse(apart), converse(dict.fromkeys(NAMES, alone))
+    assert got == want, [[(r.mode, r.reasons) for r in h.reports] for h in apart.values()]
     told = [[r.mode.value for r in host.reports] for host in apart.values()]
     assert told == [["TEXT", "KV"], ["KV", "KV"], ["KV", "KV"]]
     together = list(alone.reports)

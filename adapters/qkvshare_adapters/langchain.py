@@ -34,14 +34,13 @@ from qkvshare_adapters.langchain_messages import (
     to_messages,
     to_schemas,
 )
+from qkvshare_adapters.langchain_options import ChatOptions
 from qkvshare_adapters.langchain_stream import ShownText, to_chunk
 from qkvshare_adapters.langchain_structured import structured
-from qkvshare_agents.fitting import Fit
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.registry import drop_host, keep_host
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.transcript import SHARED_SYSTEM, Layout
 from qkvshare_agents.turn import Answer, Turn
 
 _HOST_FIELDS = [f.name for f in fields(HostSettings) if f.repr]  # the others are secret and come from the environment
@@ -50,7 +49,7 @@ _CALL_OPTIONS = ("tools", "tool_choice", "response_format", "agent", "model", *_
 _PROVIDERS_OPTIONS = ("strict", "parallel_tool_calls", "stream", "ls_structured_output_format")  # change nothing here
 
 
-class ChatQKVShare(BaseChatModel):
+class ChatQKVShare(ChatOptions, BaseChatModel):
     """A local model whose KV cache passes from agent to agent.
 
     model: local directory, pulled name or Hub id. host: name of the shared host; by default one per settings.
@@ -71,32 +70,6 @@ class ChatQKVShare(BaseChatModel):
     members: dict[str, str] = Field(default_factory=dict, repr=False)
     policy: Literal["all"] | None = None
 
-    dtype: str = "auto"
-    device: str | None = None
-    attn_implementation: str | None = None
-    thinking: bool = False
-    precision: str = "safe"
-    budget_bytes: int = 2 * 1024**3
-    layout: Layout = "relay"
-    system: str = SHARED_SYSTEM
-    handoff: bool = True
-    measure_replay: bool = False
-    canary_limit: float | None = None
-    coarse_limit: float = HostSettings.coarse_limit
-    refresh_every: int = 0
-    context_tokens: int | None = None
-    fit: Fit = "drop_head"
-    splice: bool = False
-    recompute_tokens: int = 16
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 512
-    stop: list[str] | None = Field(default=None, alias="stop_sequences")
-
     timeout: float | None = None
     streaming: bool = False
     max_retries: int | None = None
@@ -115,11 +88,6 @@ class ChatQKVShare(BaseChatModel):
     @classmethod
     def _drop_key(cls, _: Any) -> None:
         """A local model has no keys: what was given for another provider is not kept."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
 
     @property
     def settings(self) -> HostSettings:

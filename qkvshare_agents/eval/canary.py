@@ -22,7 +22,8 @@ from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
 from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import PRESETS, Page, Part, Precision, keep_native, seal
+from qkvshare_agents.page import PRESETS, Page, Precision, keep_native, seal
+from qkvshare_agents.part import Part
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.span import Block, Span
 from qkvshare_agents.template import Ids

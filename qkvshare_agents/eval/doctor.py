@@ -39,16 +39,21 @@ def examine(engine: Engine, *, packed: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {"model": engine.name, "refusal": engine.refusal, **_layers(engine)}
     if engine.refusal or engine.shape is None:
         return found
+    with engine.narrowed():
+        return {**found, **_tried(engine, packed)}
+
+
+def _tried(engine: Engine, packed: bool) -> dict[str, Any]:
     shared, tails = _ids(engine)
     stored = _Stored(engine, shared, PRESETS["native"])
     return {
-        **found,
         "reading": "steps" if engine.reads_in_steps else "blocks",
         "one_token": _exact(engine, stored, shared, tails[0][:1]),
         "several_tokens": _exact(engine, stored, shared, tails[0]),
         "fork": all(_exact(engine, stored, shared, tail) for tail in tails),
-        "cut": not engine.has_state and _exact(engine, stored, shared[:-17], tails[1]),
-        "immovable": (turns := rotary.measure(engine)).refusal or _moves(engine, turns, stored, shared, tails[0]),
+        "cut": not engine.has_state
+        and all(_exact(engine, stored, cut, tails[1]) for cut in (shared[:-17], shared[: len(shared) // 3])),
+        "immovable": (turns := rotary.of_stored(engine)).refusal or _moves(engine, turns, stored, shared, tails[0]),
         **({"kl": _divergences(engine, shared, tails[0], turns)} if packed else {}),
     }
 
@@ -88,6 +93,8 @@ def _ids(engine: Engine) -> tuple[Ids, list[Ids]]:
 
 
 def _exact(engine: Engine, stored: _Stored, shared: Ids, tail: Ids) -> bool:
+    if stored.pages.match(shared).tokens != len(shared):
+        return False
     got, expected = _behind(engine, stored.open(engine, shared), tail), _replayed(engine, shared + tail)
     return float((got - expected).norm() / expected.norm()) <= _TOLERANCE.get(engine.model.dtype, 5e-2)
 

@@ -38,21 +38,36 @@ _LATENT = {
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+# Layers with a window and without differ in heads and head size, and the last ones use the KV of earlier ones.
+_SHARING = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 640, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+
 # What differs from _SIZES, by transformers' model type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": _WINDOW, "gpt2": _GPT2, "gpt_neox": {},
     "phi": {"num_key_value_heads": 4}, "phi3": {"sliding_window": None}, "falcon": {},
     "bloom": {"n_layer": 3, "n_head": 4}, "opt": {"word_embed_proj_dim": 48, "ffn_dim": 64}, "starcoder2": _WINDOW,
+    "stablelm": {"hidden_size": 64}, "mpt": {"d_model": 48, "n_heads": 4, "n_layers": 3, "max_seq_len": 4096},
+    "arcee": {}, "ernie4_5": {"head_dim": 16}, "seed_oss": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
     "granite": {}, "cohere": {}, "cohere2": _WINDOW, "olmo2": {}, "olmo3": _WINDOW, "glm": {"head_dim": 12},
     "glm4": {"head_dim": 12}, "exaone4": {**_WINDOW, "num_hidden_layers": 4}, "gemma": {"head_dim": 16},
     "gemma2": {**_WINDOW, "head_dim": 16}, "gemma3_text": {**_WINDOW, "head_dim": 16},
+    "gemma3n_text": {
+        **_WINDOW, **_SHARING, "head_dim": 16, "laurel_rank": 8, "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 6,
+    },
+    "gemma4_text": {**_WINDOW, **_SHARING, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    "ministral": {**_WINDOW, "head_dim": 16},
     "llama4_text": {
         "attention_chunk_size": 24, "head_dim": 16, "num_local_experts": 2, "num_hidden_layers": 4,
         "intermediate_size_mlp": 64,
     },
     "gpt_oss": {**_WINDOW, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4},
     "mixtral": {"num_local_experts": 4}, "qwen2_moe": _EXPERTS, "qwen3_moe": {**_EXPERTS, "head_dim": 16},
+    "minimax_m2": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "glm4_moe_lite": _LATENT,
     "deepseek_v3": _LATENT, "deepseek_v2": {**_LATENT, "n_group": None, "topk_group": None},
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 16}, "qwen3_5_text": _DELTA_NET,
     "olmo_hybrid": {"num_hidden_layers": 4},
@@ -62,6 +77,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {
         "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
         "head_dim": 12,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 16,
+        "mamba_ngroups": 1, "n_mamba_heads": 2, "num_mem_blocks": 2, "attention_head_dim": 24,
     },
     "granitemoehybrid": {
         **_MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 2, "num_experts_per_tok": 1,

@@ -188,6 +188,20 @@ def _share(what: list[bool]) -> float | None:
 
 
 def _header(engine: Engine, plan: Plan, shape: KVShape) -> dict[str, Any]:
+    return {
+        **conditions(engine, shape),
+        "tokens": plan.tokens,
+        "samples": plan.samples,
+        "positions": plan.samples * plan.positions,
+        "repeat_positions": plan.samples * plan.repeat_positions,
+        "needles": [list(plan.needles), plan.questions],
+        "problems": plan.problems,
+        "fp16_bytes": shape.fp16_bytes(plan.tokens),
+    }
+
+
+def conditions(engine: Engine, shape: KVShape) -> dict[str, Any]:
+    """What numbers depend on: model, dtype, device, threads, versions, date."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -199,13 +213,6 @@ def _header(engine: Engine, plan: Plan, shape: KVShape) -> dict[str, Any]:
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(shape.device),
         "threads": torch.get_num_threads(),
-        "tokens": plan.tokens,
-        "samples": plan.samples,
-        "positions": plan.samples * plan.positions,
-        "repeat_positions": plan.samples * plan.repeat_positions,
-        "needles": [list(plan.needles), plan.questions],
-        "problems": plan.problems,
-        "fp16_bytes": shape.fp16_bytes(plan.tokens),
         "versions": versions,
         "date": datetime.date.today().isoformat(),
     }

@@ -4,7 +4,7 @@ import datetime
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,23 @@ _SINKS = 4
 
 
 @dataclass
-class _Seen:
+class Scores:
+    """Of one method: per position KL in nats and equal argmax, per text mean KL, milliseconds and tokens read."""
+
     kl: list[float] = field(default_factory=list)
     texts: list[float] = field(default_factory=list)
     agrees: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
+
+    def add(self, expected: Tensor, got: Tensor, read: int, ms: float) -> None:
+        """Logits [N, V] of one text."""
+        divergences = kl_divergences(expected, got).tolist()
+        self.kl += divergences
+        self.texts.append(statistics.fmean(divergences))
+        self.agrees += (expected.argmax(-1) == got.argmax(-1)).tolist()
+        self.ms.append(ms)
+        self.read.append(read)
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ def run(
         raise InvalidSetting(f"{engine.name}: {turns.refusal}")
     if not 64 <= keep < tokens or min(samples, positions) < 1 or tokens + positions > engine.context_tokens:
         raise InvalidSetting(f"need 64 <= keep < tokens, and tokens + positions <= {engine.context_tokens}")
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, Scores] = {}
     meter = AttentionMeter(engine.model)
     for sample in corpus.samples(engine.template, tokens + positions, samples):
         ids, rest = sample.ids[:tokens], sample.ids[tokens:]
@@ -78,20 +89,18 @@ def run(
         full.clear(len(sample.ids))
         with meter.watching():
             engine.feed(engine.begin(full), ids)
-        text = _Text(ids, rest, sample.opening_tokens, full, meter.mass)
+        text = _Text(ids, rest, sample.opening_tokens, full, meter.mass[0] / meter.mass[1])
         expected = engine.logits(full, rest, len(rest))
         for name, method in _methods(engine, turns, keep).items():
             started = time.perf_counter()
-            kv, read, offset = method(text)
-            found = seen.setdefault(name, _Seen())
-            found.ms.append((time.perf_counter() - started) * 1000)
-            found.read.append(read)
-            got = _logits(engine, kv, rest, offset)
-            divergences = kl_divergences(expected, got).tolist()
-            found.kl += divergences
-            found.texts.append(statistics.fmean(divergences))
-            found.agrees += (expected.argmax(-1) == got.argmax(-1)).tolist()
-    rows = [
+            kv, read, gap = method(text)
+            ms = (time.perf_counter() - started) * 1000
+            seen.setdefault(name, Scores()).add(expected, engine.logits(kv, rest, len(rest), gap), read, ms)
+    return {"header": header(engine, tokens=tokens, keep=keep, samples=samples), "rows": rows(seen)}
+
+
+def rows(seen: Mapping[str, Scores]) -> list[dict[str, Any]]:
+    return [
         {
             "method": name,
             "mean_kl": statistics.fmean(found.kl),
@@ -104,7 +113,6 @@ def run(
         }
         for name, found in seen.items()
     ]
-    return {"header": _header(engine, tokens=tokens, keep=keep, samples=samples), "rows": rows}
 
 
 # What is kept, how many tokens were read for it, and by how many positions it stands too early
@@ -118,9 +126,9 @@ def _methods(engine: Engine, turns: Rotary, keep: int) -> dict[str, Method]:
     def least(text: _Text) -> Spans:
         return cut_least(len(text.ids), text.header, _SINKS, text.mass.tolist(), Room(keep + 1, 1))
 
-    header, sinks, nothing = head(lambda text: text.header), head(lambda _: _SINKS), head(lambda _: 0)
+    opening, sinks, nothing = head(lambda text: text.header), head(lambda _: _SINKS), head(lambda _: 0)
     return {
-        "drop_head": lambda text: (_cut(engine, turns, text, header(text)), 0, 0),
+        "drop_head": lambda text: (_cut(engine, turns, text, opening(text)), 0, 0),
         "drop_head, 4 sinks": lambda text: (_cut(engine, turns, text, sinks(text)), 0, 0),
         "drop_head, 4 sinks, positions kept": lambda text: (
             _cut(engine, None, text, sinks(text)), 0, count(sinks(text))
@@ -128,9 +136,9 @@ def _methods(engine: Engine, turns: Rotary, keep: int) -> dict[str, Method]:
         "drop_head, 4 sinks, not turned": lambda text: (_cut(engine, None, text, sinks(text)), 0, 0),
         "drop_head, no sinks": lambda text: (_cut(engine, turns, text, nothing(text)), 0, 0),
         "drop_least_attended": lambda text: (_cut(engine, turns, text, least(text)), 0, 0),
-        "drop_head, 8 bits": lambda text: (_cut(engine, turns, text, header(text), "safe"), 0, 0),
-        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, header(text), "default"), 0, 0),
-        "cut_text": lambda text: (_read(engine, cut(text.ids, header(text))), keep, 0),
+        "drop_head, 8 bits": lambda text: (_cut(engine, turns, text, opening(text), "safe"), 0, 0),
+        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, opening(text), "default"), 0, 0),
+        "cut_text": lambda text: (_read(engine, cut(text.ids, opening(text))), keep, 0),
         "cut_text, no header": lambda text: (_read(engine, cut(text.ids, nothing(text))), keep, 0),
         "header only": lambda text: (_read(engine, text.ids[: text.header]), text.header, 0),
     }  # fmt: skip
@@ -155,12 +163,7 @@ def _read(engine: Engine, ids: Ids) -> KVCache:
     return kv
 
 
-def _logits(engine: Engine, kv: KVCache, rest: Ids, offset: int) -> Tensor:
-    """Logits behind each of `rest`, which stands `offset` positions later than the cache is long."""
-    return engine.logits(kv, rest, len(rest), offset)
-
-
-def _header(engine: Engine, **numbers: int) -> dict[str, Any]:
+def header(engine: Engine, **numbers: int) -> dict[str, Any]:
     return {
         "model": engine.name,
         **numbers,

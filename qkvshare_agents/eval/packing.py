@@ -14,21 +14,24 @@ ROOM_TOKENS = 256  # in the working cache, for what follows
 _ROWS = 32
 
 
-def bring(store: PageStore, ids: Ids, kv: KVCache) -> int:
+def bring(store: PageStore, ids: Ids, kv: KVCache, *, room_tokens: int = ROOM_TOKENS) -> int:
     """Put the stored KV of all `ids` into `kv`. Raises QKVShareError if some are missing."""
-    kv.clear(len(ids) + ROOM_TOKENS)
+    kv.clear(len(ids) + room_tokens)
     kv.load(store.match(ids).runs)
     if kv.tokens != len(ids):
         raise QKVShareError(f"only {kv.tokens} of {len(ids)} tokens were handed over")
     return kv.tokens
 
 
-def seal_all(kv: KVCache, ids: Ids, precision: Precision) -> PageStore:
-    """A store of its own with the KV of `ids`, which `kv` holds."""
-    store = PageStore(b"", budget_bytes=2**62)
+def seal_all(kv: KVCache, ids: Ids, precision: Precision, *, whole: bool = False) -> PageStore:
+    """A store of its own with the KV of `ids`, which `kv` holds. whole: also what no window will look back at."""
+    window = None if whole else kv.shape.window
+    store = PageStore(b"", 2**62, window)
 
     def make_page(start: int, stop: int, sealed: bool) -> Page:
         span = kv.span(start, stop)
+        if window and not window.sees(start, stop, (len(ids),)):
+            span = span.without(window.layers)
         return page.seal(span, precision, starts_sequence=start == 0) if sealed else page.keep_native(span)
 
     store.extend(ids, precision.page_size, len(ids) - precision.residual_length, make_page)

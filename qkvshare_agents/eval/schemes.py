@@ -113,7 +113,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _paged(precision: Precision, kv: KVCache) -> Stored:
     ids = tuple(range(kv.tokens))  # the store compares ids and nothing else
-    store = seal_all(kv, ids, precision)
+    store = seal_all(kv, ids, precision, whole=True)  # as the others store it
     tensors: list[Tensor] = []
     packed: list[Tensor] = []
     values = 0

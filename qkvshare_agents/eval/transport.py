@@ -182,7 +182,9 @@ def _package(engine: Engine, precision: Precision, ids: Ids) -> Package:
     kv.clear(len(ids))
     engine.feed(engine.begin(kv), ids)
     match = seal_all(kv, ids, precision).match(ids)
-    steps = tuple(Step(len(node.ids), node.key, node.sealed, node.page) for node in match.nodes)
+    steps = tuple(
+        Step(tokens, node.key, node.sealed, page) for node, (page, tokens) in zip(match.nodes, match.runs, strict=True)
+    )
     return Package(tuple(ids), steps, engine.fingerprint, engine.shape.groups)
 
 

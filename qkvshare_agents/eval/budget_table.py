@@ -1,0 +1,75 @@
+"""The rows of `budget.run` as a table, and as a picture: KL over stored bytes, a line for each policy."""
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.eval import plot
+
+_COLUMNS = ("policy", "bits", "MB", "KL", "top1 %", "needle %", "peak MB", "less", "tok/s", "opened", "tok/s")
+_MARKS = {"uniform": "o", "key_value_split": "s", "per_layer": "^", "joint": "*"}
+
+
+def show(result: dict[str, Any], console: Console | None = None) -> None:
+    """Print a result, a table for each team of agents.
+
+    bits: average width of the codes. MB: of all agents, everything counted. KL of the next token in nats and top-1
+    against native KV, means over the agents. peak MB: of KV while agents decode in turn, histories packed; less: than
+    all of them native. opened: peak MB with a native copy of the running one's history.
+    """
+    console = console or Console(width=100)
+    h = result["header"]
+    for team in dict.fromkeys(row["team"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["team"] == team]
+        native = rows[0]
+        title = f"{h['model']} ({h['dtype']}): {native['agents']} agents ({team}) of {h['tokens']} tokens and more"
+        table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False, collapse_padding=True)
+        for column in _COLUMNS:
+            table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+        for row in rows:
+            if "skipped" not in row:
+                table.add_row(*_cells(row, native["peak_kv_bytes"]))
+        console.print(table)
+
+
+def _cells(row: dict[str, Any], native_peak: int) -> list[str]:
+    needles = row["needle_hits"]
+    return [
+        row["policy"],
+        f"{row['average_bits']:g}",
+        f"{row['stored_bytes'] / 1e6:.2f}",
+        f"{row['mean_kl']:.2e}",
+        f"{100 * row['top1']:.2f}",
+        "-" if needles is None else f"{100 * needles:.0f}",
+        f"{row['peak_kv_bytes'] / 1e6:.1f}",
+        f"{100 - 100 * row['peak_kv_bytes'] / native_peak:.0f} %",
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['opened_peak_kv_bytes'] / 1e6:.1f}",
+        f"{row['opened_tokens_per_s']:.1f}",
+    ]
+
+
+def draw(result: dict[str, Any], path: str) -> None:
+    """Write the picture; the format follows from the name. Raises InvalidSetting, MissingDependency."""
+    plot.require()
+    from matplotlib.figure import Figure
+
+    teams = list(dict.fromkeys(row["team"] for row in result["rows"]))
+    figure = Figure(figsize=(5 * len(teams), 5), layout="constrained")
+    panels = figure.subplots(1, len(teams), squeeze=False)[0]
+    for axes, team in zip(panels, teams, strict=True):
+        rows = [r for r in result["rows"] if r["team"] == team and "skipped" not in r and r["policy"] != "native"]
+        for policy, mark in _MARKS.items():
+            points = [(r["stored_bytes"] / 1e6, r["mean_kl"]) for r in rows if r["policy"] == policy]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker=mark, lw=0.8, label=policy)
+        axes.set(xlabel="stored MB, everything counted", ylabel="mean KL of the next token (nats)", yscale="log")
+        axes.set_title(f"{result['header']['model']}, agents: {team}, {result['header']['date']}")
+        axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise InvalidSetting(f"no plot can be written to {path!r}: {error}") from error

@@ -1,0 +1,27 @@
+"""Whether KV is the same under a model's adapters and without them."""
+
+import torch
+from torch import Tensor
+
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.identity import at_the_end, without_adapters
+from qkvshare_agents.snapshot import tensors_in
+
+_TOKENS = 12
+
+
+def adapters_leave_kv(engine: Engine) -> bool:
+    """Whether the model keeps the same of its tokens either way: its adapters are at the end of the last layer, and
+    tokens that are read show no difference, bit for bit."""
+    if not at_the_end(engine.model, engine.config.num_hidden_layers - 1):
+        return False
+    kept = [_kept(engine)]
+    with without_adapters(engine.model):
+        kept.append(_kept(engine))
+    return len(kept[0]) > 0 and all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def _kept(engine: Engine) -> list[Tensor]:
+    run = engine.begin(None)
+    engine.feed(run, [(7 * i + 3) % min(1000, engine.config.vocab_size) for i in range(_TOKENS)])
+    return tensors_in([vars(layer) for layer in run.cache.layers] if run.cache else [])

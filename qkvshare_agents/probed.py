@@ -1,0 +1,54 @@
+"""What the probe of a model found, so that the next load of the very same model need not probe again.
+
+Only what can be handed over is remembered: a refusal may have had a passing cause.
+"""
+
+import hashlib
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from qkvshare_agents import verdicts
+from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.kv_cache import KVShape
+from qkvshare_agents.span import LayerGroup
+
+# How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
+# anew with every longer call); or only as a whole, with no cache at all.
+Replay = Literal["chunks", "steps", "whole"]
+Probed = tuple[KVShape, bool, Replay]  # the KV's shape, whether there is recurrent state, and how prompts are fed
+
+
+def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
+    shape, has_state, replay = found
+    verdict = {
+        "groups": [[list(g.layers), g.heads, g.key_dim, g.value_dim] for g in shape.groups],
+        "windows": shape.windows,
+        "dtype": str(shape.dtype),
+        "device": str(shape.device),
+        "has_state": has_state,
+        "replay": replay,
+    }
+    verdicts.keep("probe", _name(fingerprint, model), verdict)
+
+
+def recall(fingerprint: Fingerprint, model: Any) -> Probed | None:
+    """What was kept of this model, under these versions; None if nothing, or something else."""
+    found = verdicts.recall("probe", _name(fingerprint, model))
+    try:
+        groups = tuple(LayerGroup(tuple(map(int, layers)), *map(int, sizes)) for layers, *sizes in found["groups"])
+        windows = tuple(None if window is None else int(window) for window in found["windows"])
+        replay: Replay = "steps" if found["replay"] == "steps" else "chunks"
+        if (found["dtype"], found["device"]) != (str(model.dtype), str(model.device)):
+            return None
+        return KVShape(groups, model.dtype, model.device, windows), bool(found["has_state"]), replay
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _name(fingerprint: Fingerprint, model: Any) -> str:
+    """Changes with whatever may change the verdict: the model, and what runs it."""
+    attention = getattr(model.config, "_attn_implementation", "")
+    by = (transformers.__version__, torch.__version__, str(model.device), str(attention))
+    return hashlib.sha256(fingerprint.digest + repr(by).encode()).hexdigest()

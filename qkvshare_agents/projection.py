@@ -1,0 +1,68 @@
+"""KV that came from another model, taken in through a projector."""
+
+import time
+from math import inf, isfinite
+from typing import TYPE_CHECKING
+
+import torch
+
+from qkvshare_agents.drift import divergence
+from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.package import Package
+from qkvshare_agents.projector import Projector
+from qkvshare_agents.report import Arrival
+
+if TYPE_CHECKING:
+    from qkvshare_agents.host import Host
+
+WHY = "projected from another model's KV"
+
+
+def adopt(host: "Host", projector: Projector, package: Package, owners: tuple[str, ...]) -> Arrival:
+    """Project what came and keep it as an approximation, or say why not.
+
+    It is used only if behind it the model says nearly what the other one said, as far as the two ever agree: within
+    the projector's limit, unless `canary_limit` is another.
+    """
+    engine, ids = host.engine, package.ids[: package.covered_tokens]
+    if reason := _misfit(host, projector, package):
+        return Arrival((reason,))
+    theirs = KVCache(KVShape(package.groups, torch.float32, torch.device("cpu")))
+    theirs.load((step.page, step.tokens) for step in package.steps if step.page)
+    started = time.perf_counter()
+    kv = projector.fill(engine, ids, theirs.span(0, len(ids)))
+    limit = host.settings.canary_limit or projector.canary_limit
+    heard = Arrival()
+    if limit < inf:
+        if package.canary is None:
+            return Arrival(("the package has no canary, and its KV is not used without one (canary_limit)",))
+        kv.crop(len(ids) - package.canary.tokens)
+        nats = divergence(package.canary, engine.logits(kv, ids[kv.tokens :], package.canary.tokens))
+        if not nats <= limit:  # NaN, too
+            reason = (
+                f"KV of another model is not used: projected, it is {nats:.2g} nats off what that model said (limit "
+                f"{limit:.2g})"
+            )
+            return Arrival((reason,), canary_nats=nats if isfinite(nats) else None, alarmed=True)
+        engine.feed(engine.begin(kv), ids[kv.tokens :])
+        heard = Arrival(canary_nats=nats, canary_ms=(time.perf_counter() - started) * 1000)
+    host.runner.lay_in(ids, kv, owners, WHY)
+    return heard
+
+
+def _misfit(host: "Host", projector: Projector, package: Package) -> str | None:
+    engine = host.engine
+    if host.rotary.refusal:
+        return f"KV of another model can't be put in place: {host.rotary.refusal}"
+    if package.groups != projector.source_groups:
+        return "the package has KV of another shape than the projector is for"
+    if any(step.page is None for step in package.steps):
+        return "pages that the sender left out are not here: another model's pages are not kept"
+    vocabulary = engine.model.get_input_embeddings().num_embeddings
+    if max(package.ids) >= vocabulary:
+        return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
+    if len(package.ids) > engine.context_tokens:
+        return f"the package holds {len(package.ids)} tokens; the context has {engine.context_tokens}"
+    if package.canary and max(map(max, package.canary.ids)) >= vocabulary:
+        return "the package's canary has token ids that the model has not"
+    return None

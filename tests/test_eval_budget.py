@@ -1,0 +1,82 @@
+"""The comparison of ways to spend a budget: equal bytes, all policies, honest gaps."""
+
+import json
+
+import pytest
+from support import tiny_engine
+from typer.testing import CliRunner
+
+from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.eval import budget, budget_table
+
+POLICIES = ["uniform", "key_value_split", "per_layer", "joint"]
+
+
+@pytest.fixture(scope="module")
+def result() -> dict:
+    engine = tiny_engine(hidden_size=64)
+    return budget.run(engine=engine, tokens=384, positions=32, averages=(2, 2.5, 3, 4), clones=3)
+
+
+def rows(result: dict, team: str, average: float) -> dict[str, dict]:
+    return {r["policy"]: r for r in result["rows"] if r["team"] == team and r["average_bits"] == average}
+
+
+def test_no_policy_takes_more_bytes_than_fixed_widths(result: dict) -> None:
+    for team in ("different", "clones"):
+        for average, fixed in ((2, "uniform"), (2.5, "key_value_split"), (3, "uniform"), (4, "uniform")):
+            found = rows(result, team, average)
+            assert list(found) == POLICIES
+            allowed = found[fixed]["stored_bytes"]
+            for row in found.values():
+                assert "skipped" in row or allowed * 0.9 < row["stored_bytes"] <= allowed * 1.001, row
+    assert "skipped" in rows(result, "different", 2.5)["uniform"]
+    assert "skipped" in rows(result, "different", 4)["key_value_split"]
+
+
+def test_at_the_narrowest_width_there_is_nothing_to_choose(result: dict) -> None:
+    found = rows(result, "different", 2)
+    assert found["uniform"]["kl_by_agent"] == found["joint"]["kl_by_agent"] == found["per_layer"]["kl_by_agent"]
+
+
+def test_rows_say_what_was_measured(result: dict) -> None:
+    native = result["rows"][0]
+    assert native["policy"] == "native" and native["mean_kl"] == pytest.approx(0, abs=1e-9) and native["top1"] == 1
+    assert native["agents"] == 4 and native["average_bits"] == 32
+    found = rows(result, "different", 3)
+    for row in found.values():
+        assert row["mean_kl"] > 0 and 0 < row["top1"] <= 1 and row["tokens_per_s"] > 0
+        assert row["stored_bytes"] < row["peak_kv_bytes"] < row["opened_peak_kv_bytes"] < native["peak_kv_bytes"]
+        assert set(row["kl_by_agent"]) == {"prose", "code", "chat", "retrieval"}
+    assert rows(result, "clones", 3)["joint"]["agents"] == 3
+    json.dumps(result)
+
+
+def test_wider_codes_diverge_less(result: dict) -> None:
+    for team in ("different", "clones"):
+        kls = [rows(result, team, average)["uniform"]["mean_kl"] for average in (2, 3, 4)]
+        assert kls == sorted(kls, reverse=True)
+
+
+def test_the_table_and_the_picture(result: dict, tmp_path, capsys) -> None:
+    budget_table.show(result)
+    shown = capsys.readouterr().out
+    assert "joint" in shown and "4 agents (different)" in shown and "3 agents (clones)" in shown
+    path = tmp_path / "budget.png"
+    budget_table.draw(result, str(path))
+    assert path.stat().st_size > 10_000
+    with pytest.raises(InvalidSetting, match="no plot"):
+        budget_table.draw(result, str(tmp_path / "budget.nonsense"))
+
+
+def test_what_can_not_be_measured_is_refused() -> None:
+    with pytest.raises(InvalidSetting, match="2 to 8"):
+        budget.run(engine=tiny_engine(), averages=(1.0,))
+    with pytest.raises(InvalidSetting, match="attention of 0 of 3 layers"):
+        budget.run(engine=tiny_engine("bloom"), tokens=384, positions=16)
+
+
+def test_the_command_is_there() -> None:
+    from qkvshare_agents.cli import app
+
+    assert "--average" in CliRunner().invoke(app, ["eval", "budget", "--help"]).output
