@@ -10,6 +10,7 @@ from kernel_cases import FORMS, assert_agree, assert_attends, dequantized_then_s
 
 from qkvshare_agents import codec
 from qkvshare_agents.page import preset, seal
+from qkvshare_agents.span import Block, Span
 from qkvshare_kernels import backend, plain
 from qkvshare_kernels.attention import PackedPages
 
@@ -130,8 +131,10 @@ def test_the_codec_runs_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("triton", "torch"):
         monkeypatch.setenv("QKVSHARE_KERNELS", name)
         assert codec.kernels_name(CPU) == name
-        pages.append(seal(keys, values, preset("default"), starts_sequence=True))
-    for a, b in zip(*(page.packed or () for page in pages), strict=True):
+        span = Span(64, (Block((0, 1), keys, values),))
+        pages.append(seal(span, preset("default"), starts_sequence=True))
+    for a, b in zip(*(page.parts for page in pages), strict=True):
+        assert len(a.tensors()) == len(b.tensors()) > 2
         assert all(torch.equal(p, q) for p, q in zip(a.tensors(), b.tensors(), strict=True))
 
 

@@ -351,29 +351,35 @@ INLINE vec take(const uint8_t* row, int i) {
     return from_bytes(b);
 }
 
-// A row into floats, rotated unless norm is 0: scale and least of every column (share 0) or of every `share` vectors. `past`: past the caches.
+// Rows into floats, rotated unless norm is 0. share as in emit_tile. past: past the caches. stride: of out, in floats.
 template <int BITS, int NV>
-void take_row(const uint8_t* row, const float* scale, const float* least, int share, float norm, bool past,
-              float* out) {
-    vec v[NV];
+void take_tile(const uint8_t* codes, int rows, int row_bytes, const float* scale, const float* least, int share,
+               float norm, bool past, float* out, int64_t stride) {
+    vec a[NV], b[NV];
+    if (!share)
+        for (int i = 0; i < NV; i++) a[i] = load(scale + i * W), b[i] = load(least + i * W);
+    for (int t = 0; t < rows; t++, codes += row_bytes, out += stride) {
+        if (share)
+            for (int i = 0; i < NV; i++) {
+                const int k = t * (NV / share) + i / share;
+                a[i] = fill(scale[k]), b[i] = fill(least[k]);
+            }
+        vec v[NV];
 #pragma GCC unroll 16
-    for (int i = 0; i < NV; i++) {
-        const vec a = share ? fill(scale[i / share]) : load(scale + i * W);
-        const vec b = share ? fill(least[i / share]) : load(least + i * W);
-        v[i] = take<BITS, NV>(row, i) * a + b;
-    }
-    if (norm != 0) butterflies<NV>(v, norm);
+        for (int i = 0; i < NV; i++) v[i] = take<BITS, NV>(codes, i) * a[i] + b[i];
+        if (norm != 0) butterflies<NV>(v, norm);
 #if defined(__AVX512F__)
-    if (past) {
-        for (int i = 0; i < NV; i++) _mm512_stream_ps(out + i * W, (__m512)v[i]);
-        return;
-    }
+        if (past) {
+            for (int i = 0; i < NV; i++) _mm512_stream_ps(out + i * W, (__m512)v[i]);
+            continue;
+        }
 #endif
-    for (int i = 0; i < NV; i++) store(out + i * W, v[i]);
+        for (int i = 0; i < NV; i++) store(out + i * W, v[i]);
+    }
 }
 
 typedef void (*Emit)(const float*, int, const float*, const float*, int, bool, uint8_t*, int);
-typedef void (*Take)(const uint8_t*, const float*, const float*, int, float, bool, float*);
+typedef void (*Take)(const uint8_t*, int, int, const float*, const float*, int, float, bool, float*, int64_t);
 
 template <int NV>
 Emit emit_of(int bits) {
@@ -385,7 +391,10 @@ Emit emit_of(int bits) {
 
 template <int NV>
 Take take_of(int bits) {
-    return bits == 8 ? take_row<8, NV> : bits == 4 ? take_row<4, NV> : bits == 3 ? take_row<3, NV> : take_row<2, NV>;
+    return bits == 8   ? take_tile<8, NV>
+           : bits == 4 ? take_tile<4, NV>
+           : bits == 3 ? take_tile<3, NV>
+                       : take_tile<2, NV>;
 }
 
 // For head sizes of 64, 128 and 256 in groups of whole vectors; null for others, which go code by code.
@@ -731,11 +740,6 @@ bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t next, int6
     return true;
 }
 
-// The next tile is far away in a cache [L, H, T, D]: it is asked for while this one is worked on.
-inline void fetch_to_write(const char* p, int64_t rows, int64_t stride) {
-    for (int64_t i = 0; i < rows * stride; i += 64) __builtin_prefetch(p + i, 1, 2);
-}
-
 // Fresh memory at once instead of by a fault for every page.
 void touch(uint8_t* p, int64_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
@@ -802,7 +806,7 @@ void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint
     const int64_t tiles = (tokens + tile - 1) / tile, tasks = layers * heads * tiles;
     const int groups = s.groups(), padded = s.padded();
     const float symmetric = float((1 << bits) - 1) / -2;
-    const Take take = channel || group % W == 0 ? fast_take(d, bits) : nullptr;
+    const Take take = channel || (group % W == 0 && d % group == 0) ? fast_take(d, bits) : nullptr;
     const bool past = large && take && type == FLOAT32 &&
                       ((reinterpret_cast<uintptr_t>(out) | layer_stride | head_stride | token_stride) & 63) == 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -815,10 +819,6 @@ void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint
             const int64_t unit = task / tiles, start = task % tiles * tile;
             const int count = int(std::min(tile, tokens - start));
             char* const to = out + unit / heads * layer_stride + unit % heads * head_stride;
-            if (tiles == 1 && task + 1 < tasks && !past) {
-                const int64_t next = task + 1;
-                fetch_to_write(out + next / heads * layer_stride + next % heads * head_stride, tile, token_stride);
-            }
             const int64_t at = unit * scale_stride + (channel ? start / tile * d : start * groups);
             g.set(channel ? d : size_t(count) * groups, scale + at, minimum ? minimum + at : nullptr, symmetric);
             for (int t = 0; t < count; t++) {
@@ -828,8 +828,11 @@ void qkvshare_dequantize(const uint8_t* codes, const uint16_t* scale, const uint
                 float* const v = direct ? reinterpret_cast<float*>(row) : values.data();
                 if (take) {
                     const size_t k = channel ? 0 : size_t(t) * groups;
-                    take(c, &g.scale[k], &g.least[k], channel ? 0 : group / W, s.rotate ? norm : 0, past, v);
-                    if (!direct) write_row(row, s.type, v, d);
+                    const int rows = direct ? count : 1;
+                    take(c, rows, row_bytes, &g.scale[k], &g.least[k], channel ? 0 : group / W, norm, past, v,
+                         token_stride / 4);
+                    if (direct) break;
+                    write_row(row, s.type, v, d);
                     continue;
                 }
                 if (bits != 8) {
@@ -947,7 +950,7 @@ constexpr int SIDE_FIELDS = 8, FIELDS = 2 * SIDE_FIELDS + 1;
 
 void take_any(const uint8_t* c, Take take, int d, int bits, const float* scale, const float* least, float* out,
               uint8_t* spread) {
-    if (take) return take(c, scale, least, 0, 0, false, out);
+    if (take) return take(c, 1, 0, scale, least, 0, 0, false, out, 0);
     if (bits == 8)
         std::memcpy(spread, c, d);
     else

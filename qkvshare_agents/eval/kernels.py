@@ -176,7 +176,7 @@ def show(result: dict[str, Any]) -> None:
     s = result["sizes"]
     table = Table(title=f"{s['tokens']} tokens of {s['layers']} x {s['heads']} heads of {s['head_size']}")
     for column in ("", "bits", "impl", "ms", "GB/s", "copy GB/s", "of copy", "SDPA ms", "SDPA / this"):
-        table.add_column(column, justify="right" if column not in ("", "impl") else "left")
+        table.add_column(column, justify="right" if column not in ("", "impl") else "left", no_wrap=True)
     for r in result["rows"]:
         sdpa = ("", "") if r["sdpa_ms"] is None else (f"{r['sdpa_ms']:.2f}", f"{r['sdpa_ms'] / r['ms']:.2f}")
         table.add_row(
