@@ -1,6 +1,6 @@
 """The options of `HostSettings` and `Sampling` as pydantic fields, with their defaults."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -32,6 +32,7 @@ class ChatOptions(BaseModel):
     splice: bool = False
     recompute_tokens: int = 16
     projectors: tuple[str, ...] = ()
+    lora: Literal["refuse", "share_base"] = "refuse"
 
     temperature: float = 0.0
     top_p: float = 1.0
