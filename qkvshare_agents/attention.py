@@ -1,23 +1,20 @@
 """How much attention each token of the context receives, seen while a prompt is read.
 
-During an observed forward the model's attention implementation is one that calls the model's own, and then weighs the
-keys for a few of the queries once more. Nothing of transformers is replaced, and results are the same.
+In an observed forward the keys are weighed for a few of the queries once more.
 """
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.encoder import Ids
+from qkvshare_agents.lookout import configs_of, looking, original, visible
 
 _ROWS = 16  # queries of each forward that are looked at
 _MOST = 64  # conversations that are remembered
@@ -31,8 +28,7 @@ class AttentionMeter:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        self._configs: list[Any] = list(configs.values())
+        self._configs = configs_of(model)
         self._implementation = str(model.config._attn_implementation)
         self._name = f"qkvshare_metered_{self._implementation}"
         self.mass = torch.zeros(2, 0)
@@ -44,16 +40,8 @@ class AttentionMeter:
         if self._implementation not in ("eager", "sdpa"):
             yield
             return
-        AttentionInterface.register(self._name, self._attend)
-        AttentionMaskInterface.register(self._name, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
-        changed = [c for c in self._configs if c._attn_implementation_internal == self._implementation]
-        try:
-            for config in changed:
-                config._attn_implementation_internal = self._name
+        with looking(self._configs, self._implementation, self._name, self._attend):
             yield
-        finally:
-            for config in changed:
-                config._attn_implementation_internal = self._implementation
 
     def _attend(
         self,
@@ -65,20 +53,12 @@ class AttentionMeter:
         **options: Any,
     ) -> Any:
         """query [1, HQ, n, D], key [1, H, T, D]: the model's own attention, and a look at some rows of it."""
-        where = sys.modules[type(module).__module__]
-        eager: Callable[..., Any] = getattr(where, "eager_attention_forward", lambda: None)
-        known = getattr(where, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-        output = known.get_interface(self._implementation, eager)(module, query, key, value, attention_mask, **options)
+        output = original(module, self._implementation)(module, query, key, value, attention_mask, **options)
         rows, tokens = query.shape[2], key.shape[2]
         seen = torch.arange(rows - 1, -1, -max(1, rows // _ROWS), device=query.device)[:_ROWS]
         grouped = query[0, :, seen].reshape(key.shape[1], -1, query.shape[-1])
         scores = (grouped @ key[0].transpose(1, 2)).float() * (options.get("scaling") or query.shape[-1] ** -0.5)
-        if attention_mask is None:
-            visible = torch.arange(tokens, device=query.device) <= (tokens - rows + seen)[:, None]
-        else:
-            shown = attention_mask[0, 0, seen, :tokens]
-            visible = shown if shown.dtype == torch.bool else shown == 0
-        hidden = ~visible.repeat(query.shape[1] // key.shape[1], 1)
+        hidden = ~visible(attention_mask, seen, rows, tokens).repeat(query.shape[1] // key.shape[1], 1)
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         found = torch.stack([weights.sum((0, 1)), (~hidden).sum(0) * float(key.shape[1])]).cpu()
         self.mass = found + torch.nn.functional.pad(self.mass, (0, tokens - self.mass.shape[1]))

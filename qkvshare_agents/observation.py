@@ -1,11 +1,8 @@
 """Looks on while a model's attention runs, and takes the measurements of `sensitivity` from it.
 
-During an observed forward the model's attention implementation is one that calls the model's own and then looks at a
-few rows of its arguments. Nothing of transformers is replaced, the model's results are the same, and calls that are
-not observed (all of decoding) run as ever.
+Few rows of the attention's arguments are looked at, and calls that are not observed (all of decoding) run as ever.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
+from qkvshare_agents.lookout import configs_of, looking, original, visible
 from qkvshare_agents.sensitivity import Seen, Unit, measure
 
 FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little
@@ -40,9 +36,7 @@ class Observer:
     def __init__(self, model: PreTrainedModel, layers: int, *, rotate_keys: bool, sinks: int, page_size: int) -> None:
         self._model, self._layers = model, layers
         self._options = {"rotate_keys": rotate_keys, "sinks": sinks, "page_size": page_size}
-        self._configs: list[Any] = list(
-            {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-        )
+        self._configs = configs_of(model)
         self._implementation = ""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._gains: dict[int, Tensor | None] = {}
@@ -70,23 +64,15 @@ class Observer:
             self.refusal = f"attention {self._implementation!r} is not observed; eager and sdpa are"
             yield
             return
-        name = f"qkvshare_observed_{self._implementation}"
-        AttentionInterface.register(name, _attend)
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
         self._found.clear()
         self._sizes.clear()
         self._visible.clear()
         handles = list(self._listen())
-        implementations = [config._attn_implementation_internal for config in self._configs]
         _current.observer = self
         try:
-            for config in self._configs:
-                if config._attn_implementation_internal == self._implementation:
-                    config._attn_implementation_internal = name
-            yield
+            with looking(self._configs, self._implementation, f"qkvshare_observed_{self._implementation}", _attend):
+                yield
         finally:
-            for config, implementation in zip(self._configs, implementations, strict=True):
-                config._attn_implementation_internal = implementation
             for handle in handles:
                 handle.remove()
             _current.observer = self._output = None
@@ -100,11 +86,7 @@ class Observer:
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The attention function that the model would call without us."""
-        where = sys.modules[type(module).__module__]
-        eager: Any = getattr(where, "eager_attention_forward", None)
-        return getattr(where, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS).get_interface(
-            self._implementation, eager
-        )
+        return original(module, self._implementation)
 
     def see(
         self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
@@ -115,16 +97,12 @@ class Observer:
         rows = slice(n - 1 - step * (_ROWS - 1), n, step)
         place = (n, tokens, None if mask is None else mask.data_ptr())
         if place not in self._visible:  # the same for all layers of a kind
-            positions = torch.arange(tokens - n, tokens, device=query.device)[rows]
-            visible = torch.arange(tokens, device=query.device) <= positions[:, None]
-            if mask is not None:
-                shown = mask[0, 0, rows, :tokens]
-                visible = shown if shown.dtype == torch.bool else shown == 0
-            self._visible[place] = positions, visible
-        positions, visible = self._visible[place]
+            looked_at = torch.arange(n, device=query.device)[rows]
+            self._visible[place] = looked_at + tokens - n, visible(mask, looked_at, n, tokens)
+        positions, shown = self._visible[place]
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
-        seen = Seen(query[0, :, rows], keys[0], values[0], visible, positions, scaling)
+        seen = Seen(query[0, :, rows], keys[0], values[0], shown, positions, scaling)
         layer = int(getattr(module, "layer_idx", len(self._found)))
         gain = self._gain(layer, module, query.shape[1], values.shape[-1])
         block = self._names.get(id(module), "").rpartition(".")[0]

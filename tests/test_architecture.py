@@ -15,15 +15,15 @@ RANKS = {
     "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "memory": 1, "integrity": 1, "container": 3, "manifest": 4,
     "transport": 3, "package": 5, "shared_store": 7, "start": 8, "runner": 10, "inspection": 8, "exchange": 10,
     "host": 11, "courier": 12, "drift": 1, "sharing": 13, "registry": 14, "eval": 15, "cli_eval": 16, "cli_budget": 16,
-    "cli": 17, "packed_cache": 5, "packed_attention": 8, "lean_cache": 7,
-    "fitting": 1, "attention": 1, "rotary": 5, "assembly": 6, "splice": 7, "fitter": 7, "composer": 9, "summary": 9,
+    "cli": 17, "packed_cache": 5, "packed_attention": 8, "lean_cache": 7, "lookout": 1, "attention": 2,
+    "fitting": 1, "rotary": 5, "assembly": 6, "splice": 7, "fitter": 7, "composer": 9, "summary": 9,
     "projector": 8, "projection": 9, "lora": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 5,
     "span": 1, "checks": 1, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {
     "engine", "observation", "configuration", "layers", "models", "packed_attention", "eval", "fingerprint",
-    "attention", "identity", "probed",
+    "attention", "lookout", "identity", "probed",
 }  # fmt: skip
 
 
