@@ -1,4 +1,4 @@
-"""quantize and dequantize on CPUs in one pass over the data: `cpu.cpp`, built once by torch's own extension builder.
+"""The kernels on CPUs: C++ (`cpp/`), built once by torch's own extension builder.
 
 The library is kept under $QKVSHARE_HOME (default ~/.cache/qkvshare), by a name that changes with its source, its flags
 and the instructions of this processor. Nothing is built at import or by a call to a kernel: `build` is for whoever
@@ -22,7 +22,7 @@ from qkvshare_kernels.attention import Native, PackedPages
 from qkvshare_kernels.layout import four, norm, row_bytes, side, units, viewed
 
 NAME = "cpu"
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_SOURCES = sorted(Path(__file__).with_name("cpp").iterdir())
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MARCH = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 # A page of one layer is done before threads have woken up
@@ -41,7 +41,7 @@ class BuildError(RuntimeError):
 
 def path() -> Path:
     """Where this machine's library is, or would be."""
-    text = _SOURCE.read_bytes() + " ".join([*_flags(), torch.__version__, platform.machine()]).encode()
+    text = b"".join(source.read_bytes() for source in _SOURCES) + " ".join([*_flags(), torch.__version__, platform.machine()]).encode()
     home = Path(os.environ.get("QKVSHARE_HOME") or "~/.cache/qkvshare").expanduser()
     return home / "kernels" / f"qkvshare_cpu_{hashlib.sha256(text).hexdigest()[:16]}.so"
 
@@ -62,7 +62,7 @@ def build() -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
             cpp_extension.load(
                 target.stem,
-                [str(_SOURCE)],
+                [str(source) for source in _SOURCES if source.suffix == ".cpp"],
                 extra_cflags=_flags(),
                 build_directory=directory,
                 is_python_module=False,
