@@ -20,10 +20,12 @@ from qkvshare_kernels import attention as plain_attention
 from qkvshare_kernels import plain
 from qkvshare_kernels.attention import Native, PackedPages
 from qkvshare_kernels.layout import four, norm, row_bytes, side, units, viewed
+from qkvshare_kernels.memory import Pool
 
 NAME = "cpu"
 _SOURCES = sorted(Path(__file__).with_name("cpp").iterdir())
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_packed = Pool()
 _MARCH = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 # A page of one layer is done before threads have woken up
 _VALUES_PER_THREAD = 1 << 16
@@ -41,7 +43,10 @@ class BuildError(RuntimeError):
 
 def path() -> Path:
     """Where this machine's library is, or would be."""
-    text = b"".join(source.read_bytes() for source in _SOURCES) + " ".join([*_flags(), torch.__version__, platform.machine()]).encode()
+    text = (
+        b"".join(source.read_bytes() for source in _SOURCES)
+        + " ".join([*_flags(), torch.__version__, platform.machine()]).encode()
+    )
     home = Path(os.environ.get("QKVSHARE_HOME") or "~/.cache/qkvshare").expanduser()
     return home / "kernels" / f"qkvshare_cpu_{hashlib.sha256(text).hexdigest()[:16]}.so"
 
@@ -112,7 +117,7 @@ class CpuKernels:
         layers = four(x if x.stride(-1) == 1 or size == 1 else x.contiguous())
         group = min(group_size or x.shape[dim], x.shape[dim])
         count, row = -(-x.shape[dim] // group), row_bytes(size, bits)
-        codes = torch.empty(*lead, tokens, row, dtype=torch.uint8)
+        codes = _packed.empty((*lead, tokens, row))
         shape = (*lead, count, size) if dim == -2 else (*lead, tokens, count)
         scale = torch.empty(shape, dtype=torch.float16)
         minimum = None if symmetric else torch.empty(shape, dtype=torch.float16)

@@ -15,7 +15,7 @@ from torch import Tensor
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.page import PRESETS, Page, Precision, seal
 from qkvshare_agents.span import Block, Span
-from qkvshare_kernels import backend
+from qkvshare_kernels import backend, memory
 from qkvshare_kernels.attention import PackedPages
 
 # Keys and values at one width each: presets where there is one
@@ -78,8 +78,9 @@ class _Measured:
     ) -> None:
         self._name, self._bits, self._sizes, self._device, self._rounds = name, bits, sizes, device, rounds
         shape = (2, sizes.layers, sizes.heads, sizes.tokens, sizes.head_size)
-        self._native = torch.randn(shape, device=device, dtype=dtype)
-        self._out = torch.ones_like(self._native)
+        self._native, self._out = (memory.empty(shape, dtype, device) for _ in range(2))  # as a cache is held
+        self._native.normal_()
+        self._out.fill_(1)
         self._query = torch.randn(sizes.query_heads, sizes.head_size, device=device, dtype=dtype)
         self._scaling = sizes.head_size**-0.5
 
@@ -125,7 +126,7 @@ class _Measured:
     def _row(
         self, op: str, moved: int, work: Callable[[], Any], beside: Callable[[], Any] | None = None
     ) -> dict[str, Any]:
-        source, target = (torch.ones(moved // 2, dtype=torch.uint8, device=self._device) for _ in range(2))
+        source, target = (memory.empty((moved // 2,), torch.uint8, self._device).fill_(1) for _ in range(2))
         works: list[Callable[[], Any]] = [work, lambda: target.copy_(source), *([beside] if beside else [])]
         times: list[list[float]] = [[] for _ in works]
         for _ in range(self._rounds + 1):  # the first round warms up

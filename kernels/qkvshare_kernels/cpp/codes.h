@@ -88,10 +88,10 @@ INLINE void emit_row(const float* x, const vec* inverse, const vec* offset, bool
     }
 }
 
-// Rows of a tile. share 0: inverse and offset of every column; else of every `share` vectors of every row.
+// Rows of a tile. next: where the tile after it is, from here, in bytes, or 0. share 0: inverse and offset of every column; else of every `share` vectors of every row.
 template <int BITS, int NV>
 void emit_tile(const float* x, int rows, const float* inverse, const float* offset, int share, bool clamp,
-               uint8_t* out, int row_bytes) {
+               int64_t next, uint8_t* out, int row_bytes) {
     vec a[NV], b[NV];
     int of[NV];
     for (int i = 0; i < NV; i++) {
@@ -103,6 +103,8 @@ void emit_tile(const float* x, int rows, const float* inverse, const float* offs
             for (int i = 0; i < NV; i++) a[i] = fill(inverse[of[i]]), b[i] = fill(offset[of[i]]);
             inverse += NV / share, offset += NV / share;
         }
+        for (int i = 0; i < NV && next; i++)
+            __builtin_prefetch(reinterpret_cast<const char*>(x + (t * NV + i) * W) + next, 0, 3);
         emit_row<BITS, NV>(x + t * NV * W, a, b, clamp, out + t * row_bytes);
     }
 }

@@ -45,7 +45,7 @@ float read_rows(const char* from, int64_t stride, int rows, float norm, float* t
 #pragma GCC unroll 16
     for (int i = 0; i < NV; i++) least[i] = fill(INFINITY), most[i] = fill(-INFINITY);
     for (int t = 0; t < rows; t++, from += stride, to += NV * W) {
-        for (int i = 0; i < NV * W * (T == FLOAT32 ? 4 : 2); i += 64) __builtin_prefetch(from + next + i, 0, 2);
+        for (int i = 0; i < NV * W * (T == FLOAT32 ? 4 : 2); i += 64) __builtin_prefetch(from + next + i, 0, 3);
         vec v[NV];
 #pragma GCC unroll 16
         for (int i = 0; i < NV; i++) v[i] = read<T>(from, i);
@@ -62,7 +62,7 @@ float read_rows(const char* from, int64_t stride, int rows, float norm, float* t
 }
 
 typedef float (*Read)(const char*, int64_t, int, float, float*, int64_t, float*, float*);
-typedef void (*Emit)(const float*, int, const float*, const float*, int, bool, uint8_t*, int);
+typedef void (*Emit)(const float*, int, const float*, const float*, int, bool, int64_t, uint8_t*, int);
 
 template <int NV, Type T>
 Read read_of(bool rotate, bool ends) {
@@ -146,20 +146,15 @@ void emit_slowly(const Shape& s, Scratch& m, int count, uint8_t* out) {
     }
 }
 
-void find_ranges(const Shape& s, Scratch& m, int count, int rows) {
+void find_ranges(const Shape& s, Scratch& m, const float* tile, int count, int rows) {
     const float largest = float((1 << s.bits) - 1);
     const size_t n = size_t(count) * s.groups();
-    const float* const tile = m.tile.data();
     if (s.channel) {
         Two* const parts = reinterpret_cast<Two*>(m.parts.data());
         ranges_of_channels(tile, rows, padded(s.d), s.whole(), s.symmetric, largest, s.fit, m.ranges, parts);
     } else if (s.whole()) {
-        auto* const find = s.group == 64    ? ranges_of_tokens<4>
-                           : s.group == 128 ? ranges_of_tokens<8>
-                           : s.group == 256 ? ranges_of_tokens<16>
-                           : s.group == 32  ? ranges_of_tokens<2>
-                                            : ranges_of_tokens<1>;
-        find(tile, n, s.symmetric, largest, s.fit, m.ranges);
+        const int vectors = s.group / W;
+        (s.symmetric ? ranges_of_tokens<true>(vectors) : ranges_of_tokens<false>(vectors))(tile, n, largest, s.fit, m.ranges);
     } else {
         const int slot = s.slot();
         for (size_t i = 0; i < n; i++) range_of_group(tile + i * slot, s.group, i, s.symmetric, m.ranges);
@@ -178,12 +173,18 @@ bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t next, int6
     const int groups = s.groups(), row = s.row(), rows = s.channel ? s.group : count;
     const bool whole = s.whole(), clamp = s.fit != 0;
     Ranges& r = m.ranges;
-    float* const tile = m.tile.data();
-    const float sum = whole ? fast_read(s)(x, s.token_stride, count, s.norm, tile, next, r.low.data(), r.high.data())
-                            : read_slowly(s, m, x, count);
-    if (!std::isfinite(sum)) return false;
-    for (int t = count; t < rows; t++) std::memcpy(tile + size_t(t) * row, tile + size_t(count - 1) * row, row * 4);
-    find_ranges(s, m, count, rows);
+    const float* tile = m.tile.data();
+    const bool in_place = whole && !s.channel && s.symmetric && !s.rotate && s.type == FLOAT32 && s.token_stride == s.d * 4;
+    if (in_place) {
+        tile = reinterpret_cast<const float*>(x);
+    } else {
+        float* const to = m.tile.data();
+        const float sum = whole ? fast_read(s)(x, s.token_stride, count, s.norm, to, next, r.low.data(), r.high.data())
+                                : read_slowly(s, m, x, count);
+        if (!std::isfinite(sum)) return false;
+        for (int t = count; t < rows; t++) std::memcpy(to + size_t(t) * row, to + size_t(count - 1) * row, row * 4);
+    }
+    find_ranges(s, m, tile, count, rows);
     if (s.channel) {
         uint16_t* const halves = m.halves.data();
         if (!store_scales(r, s.d, largest, s.symmetric, s.most, halves, halves + padded(s.d))) return false;
@@ -197,8 +198,8 @@ bool quantize_tile(const Shape& s, Scratch& m, const char* x, int64_t next, int6
     }
     uint8_t* const to = codes + (unit * s.tokens + start) * s.row_bytes;
     if (whole)
-        fast_emit(s.d, s.bits)(tile, count, r.inverse.data(), r.offset.data(), s.channel ? 0 : s.group / W, clamp, to,
-                               s.row_bytes);
+        fast_emit(s.d, s.bits)(tile, count, r.inverse.data(), r.offset.data(), s.channel ? 0 : s.group / W, clamp,
+                               in_place ? next : 0, to, s.row_bytes);
     else
         emit_slowly(s, m, count, to);
     return true;

@@ -55,7 +55,7 @@ inline bool store_scales(Ranges& r, size_t n, float largest, bool symmetric, flo
     }
     for (size_t i = 0; i < n; i += W) {
         const vec high = load(&r.high[i]), s = symmetric ? high * twice : (high - load(shown + i)) * share;
-        store(width + i, most_of(s * (1 + STEP), fill(SMALLEST)));
+        store(width + i, most_of(fill(SMALLEST), s * (1 + STEP)));  // of NaN: NaN
     }
     floats_to_halves(width, scale, n), halves_to_floats(scale, width, n);
     ivec beyond = {};
@@ -148,31 +148,42 @@ inline void ranges_of_channels(const float* tile, int rows, int d, bool known, b
     move_ends(r, d, largest, fit);
 }
 
-template <int NV>
+template <int N>
 INLINE vec fold_vectors(vec* x) {
-    for (int h = NV / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) x[i] += x[i + h];
-    return x[0];
+    if constexpr (N == 1) return x[0];
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; i++) x[i] += x[i + N / 2];
+    return fold_vectors<N / 2 + (N == 1)>(x);
 }
 
-// n groups of NV whole vectors each, behind each other. 16 of them are folded at once.
-template <int NV>
-void ranges_of_tokens(const float* tile, size_t n, bool symmetric, float largest, float fit, Ranges& r) {
+// n groups of NV whole vectors each, behind each other. 16 of them are folded at once. Symmetric ranges show what isn't
+// finite.
+template <int NV, bool SYMMETRIC>
+void ranges_of_tokens(const float* tile, size_t n, float largest, float fit, Ranges& r) {
     vec a[W], b[W];
     for (size_t i = 0; i < n; i += W) {
         for (size_t k = 0; k < W; k++) {
             const float* const x = tile + std::min(i + k, n - 1) * NV * W;
-            vec low = load(x), high = symmetric ? size_of(low) : low;
-            for (int v = 1; v < NV; v++) {
-                const vec value = load(x + v * W);
-                high = most_of(symmetric ? size_of(value) : value, high);
-                if (!symmetric) low = least_of(value, low);
+            if constexpr (SYMMETRIC) {
+                ivec high = (ivec)size_of(load(x));  // as integers, which puts NaN above all numbers
+                for (int v = 1; v < NV; v++) {
+                    const ivec value = (ivec)size_of(load(x + v * W));
+                    high = value > high ? value : high;
+                }
+                a[k] = (vec)high;
+            } else {
+                a[k] = b[k] = load(x);
+                for (int v = 1; v < NV; v++)
+                    a[k] = most_of(load(x + v * W), a[k]), b[k] = least_of(load(x + v * W), b[k]);
             }
-            a[k] = high, b[k] = low;
         }
-        const vec high = across(a, [](vec x, vec y) { return most_of(x, y); });
-        store(&r.high[i], high);
-        store(&r.low[i], symmetric ? -high : across(b, [](vec x, vec y) { return least_of(x, y); }));
+        if constexpr (SYMMETRIC) {
+            const vec high = across(a, [](vec x, vec y) { return (vec)((ivec)x > (ivec)y ? (ivec)x : (ivec)y); });
+            store(&r.high[i], high), store(&r.low[i], -high);
+        } else {
+            store(&r.high[i], across(a, [](vec x, vec y) { return most_of(x, y); }));
+            store(&r.low[i], across(b, [](vec x, vec y) { return least_of(x, y); }));
+        }
     }
     if (fit == 0) return;
     first_codes(r, n, largest);
@@ -180,12 +191,13 @@ void ranges_of_tokens(const float* tile, size_t n, bool symmetric, float largest
     for (size_t i = 0; i < n; i += W) {
         vec middle = fill(largest / 2), centre = {};
         vec p[NV], q[NV];
-        if (!symmetric) {
+        if constexpr (!SYMMETRIC) {
             for (size_t k = 0; k < W; k++) {
                 const size_t g = std::min(i + k, n - 1);
+                const vec inverse = fill(r.inverse[g]), offset = fill(r.offset[g]);
                 for (int v = 0; v < NV; v++) {
-                    q[v] = load(tile + g * NV * W + v * W);
-                    p[v] = floor_of(q[v] * r.inverse[g] + r.offset[g]);
+                    q[v] = load(tile + (g * NV + v) * W);
+                    p[v] = floor_of(q[v] * inverse + offset);
                 }
                 a[k] = fold_vectors<NV>(p), b[k] = fold_vectors<NV>(q);
             }
@@ -194,16 +206,27 @@ void ranges_of_tokens(const float* tile, size_t n, bool symmetric, float largest
         store(&r.middle[i], middle), store(&r.centre[i], centre);
         for (size_t k = 0; k < W; k++) {
             const size_t g = std::min(i + k, n - 1);
+            const vec inverse = fill(r.inverse[g]), offset = fill(r.offset[g]), of_code = fill(r.middle[i + k]);
             for (int v = 0; v < NV; v++) {
-                const vec x = load(tile + g * NV * W + v * W);
-                const vec code = floor_of(x * r.inverse[g] + r.offset[g]) - r.middle[i + k];
-                p[v] = code * code, q[v] = code * (x - r.centre[i + k]);
+                const vec x = load(tile + (g * NV + v) * W), code = floor_of(x * inverse + offset) - of_code;
+                p[v] = code * code, q[v] = code * (SYMMETRIC ? x : x - r.centre[i + k]);
             }
             a[k] = fold_vectors<NV>(p), b[k] = fold_vectors<NV>(q);
         }
         store(&r.spread[i], sums_across(a)), store(&r.cross[i], sums_across(b));
     }
     move_ends(r, n, largest, fit);
+}
+
+typedef void (*FindRanges)(const float*, size_t, float, float, Ranges&);
+
+template <bool SYMMETRIC>
+FindRanges ranges_of_tokens(int vectors) {
+    return vectors == 4    ? ranges_of_tokens<4, SYMMETRIC>
+           : vectors == 8  ? ranges_of_tokens<8, SYMMETRIC>
+           : vectors == 16 ? ranges_of_tokens<16, SYMMETRIC>
+           : vectors == 2  ? ranges_of_tokens<2, SYMMETRIC>
+                           : ranges_of_tokens<1, SYMMETRIC>;
 }
 
 // One group of any size, for which there is no faster way: `x` holds its values, then zeros up to a power of two.
