@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,19 @@ def test_two_processes_may_build_at_once(library: backend.Kernels, tmp_path: Pat
     outputs = {child.communicate(timeout=120)[0].strip() for child in children}
     assert len(outputs) == 1 and outputs.pop().endswith("True")
     assert [p.suffix for p in (tmp_path / "kernels").iterdir()] == [".so"], "nothing else is left behind"
+
+
+def test_a_build_removes_what_nothing_has_loaded_for_long(library: backend.Kernels, tmp_path: Path) -> None:
+    kept, old = (tmp_path / "kernels" / f"qkvshare_cpu_{name}.so" for name in ("kept", "old"))
+    killed = tmp_path / "kernels" / "build_killed"
+    killed.mkdir(parents=True)
+    for path in (kept, old, killed / "half.o"):
+        path.write_bytes(b"")
+    for path in (old, killed):
+        os.utime(path, (time.time() - 8 * 86400,) * 2)
+    python("from qkvshare_kernels import cpu; cpu.build()", QKVSHARE_HOME=str(tmp_path))
+    assert kept.exists() and not old.exists() and not killed.exists()
+    assert len(list(kept.parent.iterdir())) == 2
 
 
 def test_without_a_compiler_plain_torch_does_the_work(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """The kernels on CPUs: C++ (`cpp/`), built once by torch's own extension builder.
 
-The library is kept under $QKVSHARE_HOME (default ~/.cache/qkvshare), by a name that changes with its source, its flags
-and the instructions of this processor. Nothing is built at import or by a call to a kernel: `build` is for whoever
-has two seconds, and until it has run somewhere `load` finds nothing.
+The library is kept under $QKVSHARE_HOME (default ~/.cache/qkvshare), by a name that changes with its sources, its
+flags and the instructions of this processor; a build removes those that nothing has loaded for long. Nothing is built
+at import or by a call to a kernel: `build` is for whoever has some seconds, and until it has run somewhere `load` finds
+nothing.
 """
 
 import ctypes
 import hashlib
 import os
 import platform
+import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +30,7 @@ NAME = "cpu"
 _SOURCES = sorted(Path(__file__).with_name("cpp").iterdir())
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _packed = Pool()
+_KEPT_SECONDS = 7 * 24 * 3600
 _MARCH = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 # A page of one layer is done before threads have woken up
 _VALUES_PER_THREAD = 1 << 16
@@ -64,7 +69,8 @@ def build() -> Path:
         from torch.utils import cpp_extension
 
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        _forget(target.parent)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build_") as directory:
             cpp_extension.load(
                 target.stem,
                 [str(source) for source in _SOURCES if source.suffix == ".cpp"],
@@ -81,7 +87,20 @@ def build() -> Path:
 def load() -> "CpuKernels | None":
     """The kernels, if their library has been built."""
     library = path()
-    return CpuKernels(library) if library.exists() else None
+    if not library.exists():
+        return None
+    with suppress(OSError):  # it may belong to someone else
+        os.utime(library)
+    return CpuKernels(library)
+
+
+def _forget(directory: Path) -> None:
+    """Remove libraries that no process has loaded lately (those that have keep what they hold), and what builds that
+    were killed have left."""
+    for found in (*directory.glob("qkvshare_cpu_*.so"), *directory.glob("build_*")):
+        with suppress(OSError):
+            if found.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
 
 
 class CpuKernels:
@@ -192,7 +211,8 @@ class CpuKernels:
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     size = x.element_size()
-    return x.stride(0) * size, x.stride(1) * size, x.stride(2) * size
+    layers, heads, tokens, _ = x.stride()
+    return layers * size, heads * size, tokens * size
 
 
 def _threads(values: int) -> int:

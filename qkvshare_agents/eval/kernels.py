@@ -36,10 +36,11 @@ class Sizes:
 def run(
     *, device: str = "cpu", implementations: Sequence[str] = (), sizes: Sizes | None = None, rounds: int = 7
 ) -> dict[str, Any]:
-    """Rows of op, bits, impl, gb_per_s, copy_gb_per_s, ms, sdpa_ms, and what was measured on.
+    """Rows of op, bits, impl, gb_per_s, copy_gb_per_s, fresh_copy_gb_per_s, ms, sdpa_ms, and what was measured on.
 
     quantize, dequantize: all pages of the cache, keys (rotated) and values as the presets treat them, without sinks.
-    GB/s are bytes read and written; the copy moves as many, with the same threads. attention: one token in every
+    GB/s are bytes read and written; the copy moves as many, with the same threads, into memory that is there already;
+    the fresh copy into memory that is not, as what quantize writes to. attention: one token in every
     layer; its GB/s are those of the packed pages, and sdpa_ms is torch's attention over a native cache of the same
     length. ms: medians over `rounds`, in which what is compared alternates. Raises InvalidSetting.
     """
@@ -95,7 +96,7 @@ class _Measured:
                 assert keys.packed and values.packed
                 packed.append(keys.packed, values.packed)
         return [
-            self._row("quantize", moved, self._quantize),
+            self._row("quantize", moved, self._quantize, fresh=True),
             self._row("dequantize", moved, lambda: self._dequantize(pages)),
             self._row("attention", packed_bytes, lambda: self._attend(layers), self._sdpa),
         ]
@@ -124,23 +125,28 @@ class _Measured:
             torch.nn.functional.scaled_dot_product_attention(query, keys[None], values[None])
 
     def _row(
-        self, op: str, moved: int, work: Callable[[], Any], beside: Callable[[], Any] | None = None
+        self, op: str, moved: int, work: Callable[[], Any], sdpa: Callable[[], Any] | None = None, fresh: bool = False
     ) -> dict[str, Any]:
         source, target = (memory.empty((moved // 2,), torch.uint8, self._device).fill_(1) for _ in range(2))
-        works: list[Callable[[], Any]] = [work, lambda: target.copy_(source), *([beside] if beside else [])]
-        times: list[list[float]] = [[] for _ in works]
+        works: dict[str, Callable[[], Any]] = {"this": work, "copy": lambda: target.copy_(source)}
+        if fresh:
+            works["fresh"] = lambda: memory.empty((moved // 2,), torch.uint8, self._device).copy_(source)
+        if sdpa:
+            works["sdpa"] = sdpa
+        times: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(self._rounds + 1):  # the first round warms up
-            for spent, each in zip(times, works, strict=True):
-                spent.append(self._ms(each))
-        ms, copy_ms, *sdpa_ms = (statistics.median(spent[1:]) for spent in times)
+            for name, each in works.items():
+                times[name].append(self._ms(each))
+        ms = {name: statistics.median(spent[1:]) for name, spent in times.items()}
         return {
             "op": op,
             "bits": self._bits,
             "impl": self._name,
-            "gb_per_s": moved / ms / 1e6,
-            "copy_gb_per_s": moved / copy_ms / 1e6,
-            "ms": ms,
-            "sdpa_ms": sdpa_ms[0] if sdpa_ms else None,
+            "gb_per_s": moved / ms["this"] / 1e6,
+            "copy_gb_per_s": moved / ms["copy"] / 1e6,
+            "fresh_copy_gb_per_s": moved / ms["fresh"] / 1e6 if fresh else None,
+            "ms": ms["this"],
+            "sdpa_ms": ms.get("sdpa"),
         }
 
     def _ms(self, work: Callable[[], Any]) -> float:
@@ -171,17 +177,25 @@ def _using(name: str) -> Iterator[None]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the result of `run` as a table."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     s = result["sizes"]
-    table = Table(title=f"{s['tokens']} tokens of {s['layers']} x {s['heads']} heads of {s['head_size']}")
-    for column in ("", "bits", "impl", "ms", "GB/s", "copy GB/s", "of copy", "SDPA ms", "SDPA / this"):
+    table = Table(
+        title=f"{s['tokens']} tokens of {s['layers']} x {s['heads']} heads of {s['head_size']}",
+        caption="copy: as many bytes, GB/s, between memory that is there already (of copy: GB/s as a share of it); "
+        "fresh: into memory that was not, where quantize writes. SDPA: torch's, over native keys and values",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for column in ("", "bits", "impl", "ms", "GB/s", "copy", "of copy", "fresh", "SDPA ms", "/ ms"):
         table.add_column(column, justify="right" if column not in ("", "impl") else "left", no_wrap=True)
     for r in result["rows"]:
         sdpa = ("", "") if r["sdpa_ms"] is None else (f"{r['sdpa_ms']:.2f}", f"{r['sdpa_ms'] / r['ms']:.2f}")
+        fresh = "" if r["fresh_copy_gb_per_s"] is None else f"{r['fresh_copy_gb_per_s']:.1f}"
         table.add_row(
             r["op"], str(r["bits"]), r["impl"], f"{r['ms']:.2f}", f"{r['gb_per_s']:.1f}",
-            f"{r['copy_gb_per_s']:.1f}", f"{r['gb_per_s'] / r['copy_gb_per_s']:.0%}", *sdpa,
+            f"{r['copy_gb_per_s']:.1f}", f"{r['gb_per_s'] / r['copy_gb_per_s']:.0%}", fresh, *sdpa,
         )  # fmt: skip
     Console().print(table)
