@@ -101,7 +101,7 @@ def run(
             times["crossover_tokens"] = crossover_tokens(fixed, max(0.0, slope), base["replay_ms"] / (tokens + suffix))
             result["transports"][name] = times
         replay_ms_per_token = base["replay_ms"] / (tokens + suffix)
-        result["break_even_mb_per_s"] = sent.page_bytes / tokens / 1e3 / replay_ms_per_token
+        result["break_even_mb_per_s"] = sent.kv_bytes / tokens / 1e3 / replay_ms_per_token
         if handoffs:
             result["many"] = endurance.run(ShmTransport(folder), short, handoffs)
     result |= {
