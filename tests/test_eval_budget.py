@@ -57,7 +57,7 @@ def test_rows_say_what_was_measured(result: dict) -> None:
         assert 0 <= row["equal_answers"] <= 2 and 0 <= row["equal_prefix_tokens"] <= native["equal_prefix_tokens"]
         assert row["perplexity"] == pytest.approx(native["perplexity"], rel=0.5)
         assert row["perplexity"] != native["perplexity"]
-        assert min(row[name] for name in ("tokens_per_s", "opened_tokens_per_s", "native_tokens_per_s")) > 0
+        assert min(row[name] for name in ("tokens_per_s", "native_tokens_per_s")) > 0
         assert row["stored_bytes"] < row["peak_kv_bytes"] < row["opened_peak_kv_bytes"] < native["peak_kv_bytes"]
         assert set(row["kl_by_agent"]) == {"prose", "code", "chat", "retrieval"}
     clones = rows(result, "clones", 3)["joint"]

@@ -72,9 +72,8 @@ def run(
     found; equal_answers, how many of native's greedy answers to `problems` of HumanEval (at most `answer_tokens`) are
     the same to their end, and equal_prefix_tokens, the mean number of tokens up to the first other one; peak_kv_bytes
     while the agents decode in turn: all that is stored and what the running one holds besides, reading its history
-    packed; tokens_per_s of the one with the longest, opened_peak_kv_bytes and opened_tokens_per_s with a native copy of
-    it instead, and native_tokens_per_s with its native cache at the same moment. `skipped` says why there is no such
-    row.
+    packed; opened_peak_kv_bytes with a native copy of it instead; tokens_per_s of the one with the longest history,
+    read packed, and native_tokens_per_s on its native cache in turn with that. `skipped` says why there is no such row.
     """
     if any(not 2 <= average <= 8 for average in averages):
         raise InvalidSetting(f"average widths go from 2 to 8, not {list(averages)}")
@@ -183,7 +182,6 @@ class _Measured:
             "peak_kv_bytes": whole,
             "tokens_per_s": speed,
             "opened_peak_kv_bytes": whole,
-            "opened_tokens_per_s": speed,
             "native_tokens_per_s": speed,
         }
 
@@ -203,18 +201,19 @@ class _Measured:
         """How fast one agent decodes, what its working cache holds beside pages, packed and opened. None: native."""
         read, key = self._reads[index], (self._reads[index].agent.name, precision)
         if key not in self._decoded:
-            before, caches = read.kv.tokens, [read.kv]
+            before, caches, held = read.kv.tokens, [read.kv], {}
             if precision:
                 store = seal_all(read.kv, read.agent.ids, precision)
                 opened, lean = KVCache(self._shape), LeanCache(self._shape)
-                bring(store, read.agent.ids, opened, room_tokens=DECODED + 1)
+                bring(store, read.agent.ids, opened, room_tokens=DECODED)
+                held["opened_peak_kv_bytes"] = opened.nbytes
                 lean.load(store.match(read.agent.ids).runs)
-                caches += [opened, lean]
-            names = ("native_tokens_per_s", "opened_tokens_per_s", "tokens_per_s")
-            speeds = dict(zip(names, tokens_per_s(self._engine, caches), strict=False))
+                caches.append(lean)
+            speeds = tokens_per_s(self._engine, caches)
             read.kv.crop(before)
-            held = {"peak_kv_bytes": caches[-1].nbytes, "opened_peak_kv_bytes": caches[-2].nbytes} if precision else {}
-            self._decoded[key] = speeds | held
+            if precision:
+                held["peak_kv_bytes"] = caches[-1].nbytes
+            self._decoded[key] = {"native_tokens_per_s": speeds[0], "tokens_per_s": speeds[-1]} | held
         return self._decoded[key]
 
     def _agent(self, read: _Read, precision: Precision) -> dict[str, Any]:

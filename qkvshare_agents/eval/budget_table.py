@@ -10,8 +10,7 @@ from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import plot
 
 _COLUMNS = (
-    "policy", "bits", "MB", "KL", "top1 %", "ppl", "needle %", "answers", "same", "peak MB", "less", "tok/s",
-    "of native",
+    "policy", "bits", "MB", "KL", "top1 %", "ppl", "facts %", "answers", "same", "peak MB", "less", "tok/s", "speed",
 )  # fmt: skip
 _MARKS = {"uniform": "o", "key_value_split": "s", "per_layer": "^", "joint": "*"}
 
@@ -20,9 +19,9 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result, a table for each team of agents.
 
     bits: average width of the codes. MB: of all agents, everything counted. KL of the next token in nats and top-1
-    against native KV, means over the agents. ppl: perplexity of texts that go on. answers: to HumanEval's problems that
-    are native's to their end; same: tokens up to the first other one, in the mean. peak MB: of KV while agents decode
-    in turn, histories packed; less: than all of them native. of native: the speed, against a native cache beside it.
+    against native KV, means over the agents. ppl: perplexity of texts that go on. facts: those found. answers: to
+    HumanEval's problems that are native's to their end; same: tokens up to the first other one, in the mean. peak MB:
+    of KV while agents decode in turn, histories packed; less: than all of them native. speed: tok/s over native's.
     """
     console = console or Console(width=100)
     h = result["header"]

@@ -11,7 +11,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.lean_cache import LeanCache
 from qkvshare_agents.packed_attention import begin as begin_packed
 
-DECODED = 16  # tokens, timed; the first is not
+DECODED = 16  # tokens; the first is not timed
 
 
 def tokens_per_s(engine: Engine, caches: Sequence[KVCache]) -> list[float]:
@@ -21,7 +21,7 @@ def tokens_per_s(engine: Engine, caches: Sequence[KVCache]) -> list[float]:
     """
     runs = [_begin(engine, kv) for kv in caches]
     last, took = [0] * len(runs), [list[float]() for _ in runs]
-    for _ in range(1 + DECODED):
+    for _ in range(DECODED):
         for index, run in enumerate(runs):
             started = time.perf_counter()
             logits = engine.feed(run, last[index : index + 1])
