@@ -17,7 +17,6 @@ from qkvshare_agents.eval import corpus
 from qkvshare_agents.eval.packing import bring, kl_divergence, seal_all
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
-from qkvshare_agents.page_store import PageStore
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.template import Ids
 
@@ -51,9 +50,10 @@ def run(
             f"{engine.name} has recurrent layers; this benchmark is for attention, see bench conversation"
         )
     precision = settle(page.preset(preset), engine)
+    tasks = corpus.tasks(prompts)
     ids = corpus.tokens(engine.template.encoder, tokens + suffix)
     times = _times(engine, precision, ids, tokens, rounds)
-    fidelity = _fidelity(engine, precision, corpus.tasks(prompts)) if prompts else {}
+    fidelity = _fidelity(engine, precision, tasks) if tasks else {}
     return {
         "model": engine.name,
         "preset": preset,
@@ -169,11 +169,6 @@ def _fidelity(engine: Engine, precision: Precision, tasks: list[tuple[str, str]]
                 break
             a, b = engine.feed(replayed, [token]), engine.feed(handed, [token])
     return {"mean_kl": statistics.fmean(divergences), "greedy_equal_fraction": equal / len(tasks)}
-
-
-def _continue(engine: Engine, store: PageStore, kv: KVCache, head: Ids, tail: Ids) -> int:
-    bring(store, head, kv)
-    return _first(engine, engine.begin(kv), tail)
 
 
 def _fork(run: Run) -> Run:
