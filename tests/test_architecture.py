@@ -1,6 +1,7 @@
 """Imports run one way: each module names only modules of a lower rank."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ CORE = sorted(p for p in (ROOT / "qkvshare_agents").rglob("*.py") if p.name != "
 @pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_core_modules_import_downwards(path: Path) -> None:
     module = module_of(path)
-    assert module in RANKS, f"{path.name} has no rank; add it to RANKS and to the README's tree"
+    assert module in RANKS, f"{path.name} has no rank; add it to RANKS and to the tree in docs/design.md"
     for name in imports(path):
         top, _, rest = name.partition(".")
         assert top not in FRAMEWORKS, f"{module} imports the framework {top}"
@@ -77,10 +78,17 @@ def test_kernels_import_nothing_of_ours(path: Path) -> None:
     assert not [n for n in imports(path) if n.startswith(("qkvshare_agents", "qkvshare_adapters", "transformers"))]
 
 
-def test_every_module_is_in_the_readme_tree() -> None:
-    readme = (ROOT / "README.md").read_text()
-    missing = [p.name for p in CORE if p.name not in readme]
-    assert not missing, f"README's tree lacks {missing}"
+def test_every_module_is_in_the_tree_of_the_design() -> None:
+    design = (ROOT / "docs/design.md").read_text()
+    missing = [p.name for p in CORE if p.name not in design]
+    assert not missing, f"the tree in docs/design.md lacks {missing}"
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda p: p.name)
+def test_pages_link_to_what_is_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing, f"{page.name} links to {missing}"
 
 
 def test_files_stay_small() -> None:
