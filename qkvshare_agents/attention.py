@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.encoder import Ids
-from qkvshare_agents.lookout import configs_of, looking, original, visible
+from qkvshare_agents.lookout import KNOWN, configs_of, looking, native, original, visible
 
 _ROWS = 16  # queries of each forward that are looked at
 _MOST = 64  # conversations that are remembered
@@ -28,32 +28,34 @@ class AttentionMeter:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
         self._configs = configs_of(model)
-        self._implementation = str(model.config._attn_implementation)
-        self._name = f"qkvshare_metered_{self._implementation}"
+        self._implementation = ""
         self.mass = torch.zeros(2, 0)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe the forwards inside."""
         self.mass = torch.zeros(2, 0)
-        if self._implementation not in ("eager", "sdpa"):
+        self._implementation = str(self._model.config._attn_implementation)  # changes when packed pages are read
+        if self._implementation not in KNOWN:
             yield
             return
-        with looking(self._configs, self._implementation, self._name, self._attend):
+        with looking(self._configs, self._implementation, f"qkvshare_metered_{self._implementation}", self._attend):
             yield
 
     def _attend(
         self,
         module: nn.Module,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         attention_mask: Tensor | None,
         **options: Any,
     ) -> Any:
         """query [1, HQ, n, D], key [1, H, T, D]: the model's own attention, and a look at some rows of it."""
         output = original(module, self._implementation)(module, query, key, value, attention_mask, **options)
+        key, _ = native(key, value)
         rows, tokens = query.shape[2], key.shape[2]
         seen = torch.arange(rows - 1, -1, -max(1, rows // _ROWS), device=query.device)[:_ROWS]
         grouped = query[0, :, seen].reshape(key.shape[1], -1, query.shape[-1])

@@ -41,6 +41,7 @@ def eval_budget(
     model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=256, help="Stored tokens per agent; one has twice as many.")] = 1024,
     positions: Annotated[int, typer.Option(min=16, help="Tokens read behind them.")] = 384,
+    problems: Annotated[int, typer.Option(min=0, help="Of HumanEval, answered behind solved ones.")] = 8,
     average: Annotated[list[float] | None, typer.Option(help="Average widths; several may be given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
     plot_file: Annotated[
@@ -48,11 +49,15 @@ def eval_budget(
     ] = None,
 ) -> None:
     """How well agents that share a budget keep what they know: fixed widths, per layer, and jointly, at equal bytes."""
-    from qkvshare_agents.eval import budget, budget_table, plot
+    from qkvshare_agents.eval import budget, budget_table, humaneval, plot
 
     if plot_file:
         plot.require()
-    result = budget.run(model=model, tokens=tokens, positions=positions, averages=average or budget.AVERAGES)
+    if problems and not humaneval.is_installed():
+        typer.echo("HumanEval is left out; pip install 'qkvshare-agents[eval]' brings its problems", err=True)
+        problems = 0
+    averages = average or budget.AVERAGES
+    result = budget.run(model=model, tokens=tokens, positions=positions, problems=problems, averages=averages)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:

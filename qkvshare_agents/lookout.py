@@ -15,6 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+KNOWN = ("eager", "sdpa", "qkvshare_eager", "qkvshare_sdpa")  # of transformers, and over packed pages
+
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
     """Every configuration that a module of the model reads its attention's implementation from."""
@@ -42,6 +44,13 @@ def original(module: nn.Module, implementation: str) -> Callable[..., Any]:
     where = sys.modules[type(module).__module__]
     eager: Any = getattr(where, "eager_attention_forward", None)
     return getattr(where, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS).get_interface(implementation, eager)
+
+
+def native(key: Any, value: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, H, T, D] that attention was called with, also for handles of `packed_attention`."""
+    if packed := getattr(key, "kv", None):
+        key, value = (x[None] for x in packed.dequantized(key.layer))
+    return key, value
 
 
 def visible(mask: Tensor | None, rows: Tensor, queries: int, tokens: int) -> Tensor:

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qkvshare_agents.lookout import configs_of, looking, original, visible
+from qkvshare_agents.lookout import KNOWN, configs_of, looking, native, original, visible
 from qkvshare_agents.sensitivity import Seen, Unit, measure
 
 FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little
 # Tokens that are read between two observations, so that looking takes at most 3 % of reading
 TOKENS_BETWEEN = 768
 _ROWS = 8
-# Attention of transformers, and ours that calls it: over packed pages, and with a look at what tokens receive
-_KNOWN = [ours + name for name in ("eager", "sdpa") for ours in ("", "qkvshare_", "qkvshare_metered_")]
+_KNOWN = [
+    ours + name for name in KNOWN for ours in ("", "qkvshare_metered_")
+]  # also with a look at what tokens receive
 # Arguments that change what softmax sees or sums to, and that `sensitivity` knows nothing of
 _FOREIGN = ("s_aux", "position_bias", "softcap")
 _current = threading.local()
@@ -185,8 +186,7 @@ def _attend(
     observer: Observer = _current.observer
     output = observer.original(module)(module, query, key, value, attention_mask, **options)
     foreign = [name for name in _FOREIGN if options.get(name) is not None]
-    if packed := getattr(key, "kv", None):  # a handle of `packed_attention`
-        key, value = (x[None] for x in packed.dequantized(key.layer))
+    key, value = native(key, value)
     if foreign:
         observer.refusal = f"attention with {', '.join(foreign)} is not observed"
     elif query.shape[0] == 1 and query.shape[2] > 1 and not observer.refusal:

@@ -1,6 +1,7 @@
 """Imports run one way: each module names only modules of a lower rank."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,21 +10,23 @@ ROOT = Path(__file__).parent.parent
 # Rank of every module; a module may import only lower ranks.
 RANKS = {
     "sensitivity": 1, "budget": 0, "observation": 5, "residents": 7, "status": 8,
-    "errors": 0, "encoder": 0, "access": 0, "report": 3, "planner": 1, "sampling": 1, "fingerprint": 1, "toolcall": 1,
+    "errors": 0, "encoder": 0, "access": 0, "report": 3, "planner": 1, "sampling": 1, "fingerprint": 2, "toolcall": 1,
     "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 3, "detokenizer": 3, "transcript": 4,
     "codec": 1, "page": 3, "snapshot": 3, "page_store": 5, "kv_cache": 4, "layers": 5, "settings": 5, "engine": 7,
-    "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "integrity": 1, "container": 3, "manifest": 4,
-    "transport": 3, "package": 5, "shared_store": 7, "start": 8, "runner": 10, "inspection": 8, "exchange": 10,
+    "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "integrity": 1, "container": 3,
+    "manifest_extras": 4, "manifest": 5,
+    "transport": 3, "package": 6, "shared_store": 7, "start": 8, "runner": 10, "inspection": 8, "exchange": 10,
     "host": 11, "courier": 12, "drift": 1, "sharing": 13, "registry": 14, "eval": 15, "cli_eval": 16, "cli_budget": 16,
     "cli": 17, "packed_cache": 5, "packed_attention": 8, "lean_cache": 7, "lookout": 1, "attention": 2,
     "fitting": 1, "rotary": 5, "assembly": 6, "splice": 7, "fitter": 7, "composer": 9, "summary": 9,
     "projector": 8, "projection": 9, "lora": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 5,
+    "weights": 1, "loaded": 2, "checkpoint": 3, "run": 5, "probe": 6,
     "span": 1, "checks": 1, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {
     "engine", "observation", "configuration", "layers", "models", "packed_attention", "eval", "fingerprint",
-    "attention", "lookout", "identity", "probed",
+    "attention", "lookout", "identity", "probed", "checkpoint", "run", "probe",
 }  # fmt: skip
 
 
@@ -58,7 +61,7 @@ CORE = sorted(p for p in (ROOT / "qkvshare_agents").rglob("*.py") if p.name != "
 @pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_core_modules_import_downwards(path: Path) -> None:
     module = module_of(path)
-    assert module in RANKS, f"{path.name} has no rank; add it to RANKS and to the README's tree"
+    assert module in RANKS, f"{path.name} has no rank; add it to RANKS and to the tree in docs/design.md"
     for name in imports(path):
         top, _, rest = name.partition(".")
         assert top not in FRAMEWORKS, f"{module} imports the framework {top}"
@@ -76,10 +79,17 @@ def test_kernels_import_nothing_of_ours(path: Path) -> None:
     assert not [n for n in imports(path) if n.startswith(("qkvshare_agents", "qkvshare_adapters", "transformers"))]
 
 
-def test_every_module_is_in_the_readme_tree() -> None:
-    readme = (ROOT / "README.md").read_text()
-    missing = [p.name for p in CORE if p.name not in readme]
-    assert not missing, f"README's tree lacks {missing}"
+def test_every_module_is_in_the_tree_of_the_design() -> None:
+    design = (ROOT / "docs/design.md").read_text()
+    missing = [p.name for p in CORE if p.name not in design]
+    assert not missing, f"the tree in docs/design.md lacks {missing}"
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda p: p.name)
+def test_pages_link_to_what_is_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing, f"{page.name} links to {missing}"
 
 
 def test_files_stay_small() -> None:

@@ -1,13 +1,17 @@
 """The comparison of ways to spend a budget: equal bytes, all policies, honest gaps."""
 
 import json
+import math
 
 import pytest
+import torch
 from support import tiny_engine
 from typer.testing import CliRunner
 
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import budget, budget_table
+from qkvshare_agents.eval.team import agents_that_differ
+from qkvshare_agents.page import Precision
 
 POLICIES = ["uniform", "key_value_split", "per_layer", "joint"]
 
@@ -15,7 +19,9 @@ POLICIES = ["uniform", "key_value_split", "per_layer", "joint"]
 @pytest.fixture(scope="module")
 def result() -> dict:
     engine = tiny_engine(hidden_size=64)
-    return budget.run(engine=engine, tokens=384, positions=32, averages=(2, 2.5, 3, 4), clones=3)
+    return budget.run(
+        engine=engine, tokens=384, positions=32, averages=(2, 2.5, 3, 4), clones=3, problems=2, answer_tokens=6
+    )
 
 
 def rows(result: dict, team: str, average: float) -> dict[str, dict]:
@@ -43,12 +49,19 @@ def test_rows_say_what_was_measured(result: dict) -> None:
     native = result["rows"][0]
     assert native["policy"] == "native" and native["mean_kl"] == pytest.approx(0, abs=1e-9) and native["top1"] == 1
     assert native["agents"] == 4 and native["average_bits"] == 32
+    assert native["equal_answers"] == 2 and native["equal_prefix_tokens"] == result["header"]["answer_tokens"]
+    assert 1 < native["perplexity"] and len(result["header"]["load"]) == 2
     found = rows(result, "different", 3)
     for row in found.values():
-        assert row["mean_kl"] > 0 and 0 < row["top1"] <= 1 and row["tokens_per_s"] > 0
+        assert row["mean_kl"] > 0 and 0 < row["top1"] <= 1
+        assert 0 <= row["equal_answers"] <= 2 and 0 <= row["equal_prefix_tokens"] <= native["equal_prefix_tokens"]
+        assert row["perplexity"] == pytest.approx(native["perplexity"], rel=0.5)
+        assert row["perplexity"] != native["perplexity"]
+        assert min(row[name] for name in ("tokens_per_s", "native_tokens_per_s")) > 0
         assert row["stored_bytes"] < row["peak_kv_bytes"] < row["opened_peak_kv_bytes"] < native["peak_kv_bytes"]
         assert set(row["kl_by_agent"]) == {"prose", "code", "chat", "retrieval"}
-    assert rows(result, "clones", 3)["joint"]["agents"] == 3
+    clones = rows(result, "clones", 3)["joint"]
+    assert clones["agents"] == 3 and clones["equal_answers"] is None
     json.dumps(result)
 
 
@@ -80,3 +93,27 @@ def test_the_command_is_there() -> None:
     from qkvshare_agents.cli import app
 
     assert "--average" in CliRunner().invoke(app, ["eval", "budget", "--help"]).output
+
+
+def test_answers_are_the_models_own_and_are_compared_to_their_first_difference() -> None:
+    """Against greedy decoding behind the native cache, and behind another one that is known to differ."""
+    engine = tiny_engine(hidden_size=64)
+    agent = next(a for a in agents_that_differ(engine, 320, 16, 2) if a.name == "code")
+    read = budget._read(engine, agent, Precision(rotate_keys=True), 5)
+    blocks = [block for block in read.blocks if block.kind == "code"]
+    assert len(blocks) == 2
+    for block, asked in zip(blocks, agent.problems, strict=True):
+        run, answer = engine.begin(read.kv), list[int]()
+        logits = engine.feed(run, asked)
+        for _ in block.targets:
+            answer.append(int(logits.argmax()))
+            logits = engine.feed(run, answer[-1:])
+        read.kv.crop(320)
+        assert tuple(answer) == block.targets
+    changed = [reference.clone() for reference in read.references]
+    changed[-1][1] = -changed[-1][1]  # another second token in the second answer
+    got = budget._mean([budget._outcome(read, changed)])
+    assert got["equal_answers"] == 1 and got["equal_prefix_tokens"] == (len(blocks[0].targets) + 1) / 2
+    rest = agent.blocks[0]
+    loss = torch.nn.functional.cross_entropy(read.references[0], torch.tensor(rest.targets))
+    assert got["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)

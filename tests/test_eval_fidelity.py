@@ -157,6 +157,12 @@ def test_samples_are_disjoint_deterministic_and_of_three_kinds(engine: Engine) -
 def test_a_corpus_that_is_too_small_says_so(engine: Engine) -> None:
     with pytest.raises(InvalidSetting, match="not enough"):
         corpus.samples(engine.template, 2_000_000, 3)
+    with pytest.raises(InvalidSetting, match="prompts, 2000 are asked for"):
+        corpus.tasks(2000)
+
+
+def test_prompts_are_of_different_texts() -> None:
+    assert len({text for text, _ in corpus.tasks(200)}) == 200
 
 
 def test_rows_of_divergences_equal_the_single_one() -> None:

@@ -223,6 +223,27 @@ def test_the_least_attended_tokens_go_and_the_conversation_goes_on() -> None:
     assert sum(r.prefilled_tokens < 100 for r in reports) >= 5, "most turns read what is new only"
 
 
+@pytest.mark.parametrize("settings", [{"precision": "joint"}, {"precision": "joint", "packed_history": True}])
+def test_attention_is_seen_for_both_of_its_readers_and_over_packed_pages(settings: dict) -> None:
+    """What is dropped and how wide pages are both come from looking on; the same is dropped as from native KV."""
+    reports, masses = [], []
+    for chosen in (settings, {"precision": "native"}):
+        engine = tiny_engine(max_position_embeddings=512)
+        talk = Talk(Host(HostSettings("tiny", system="Be brief.", fit="drop_least_attended", **chosen), engine))
+        engine.fed, engine.said = [], []  # as a Recorder has
+        talk.ask(300)
+        meter = talk.host.runner._composer._meter
+        masses.append(meter.mass)
+        reports.append(talk.ask(200, "b", seed=1))
+        assert meter.mass.shape[1] == reports[-1].prompt_tokens
+        if chosen is settings:
+            assert engine.observer.calls == 1 and talk.host.uniform_because == "", "widths were chosen, too"
+            packed = chosen.get("packed_history", False)
+            assert engine.model.config._attn_implementation == ("qkvshare_sdpa" if packed else "sdpa")
+    assert torch.allclose(*masses, rtol=1e-3, atol=1e-3)
+    assert reports[0].reasons[0] == reports[1].reasons[0] and "places" in reports[0].reasons[0]
+
+
 def test_attention_is_what_softmax_gives_and_changes_nothing() -> None:
     engine = Engine(families.tiny_model("llama", attn_implementation="eager"), tiny_tokenizer(), name="eager")
     ids = [(11 * i + 5) % 600 for i in range(16)]

@@ -1,4 +1,4 @@
-"""A real model with sliding windows, when its user has pulled it: README says how."""
+"""A real model with sliding windows, when its user has pulled it: docs/precision.md says how."""
 
 import os
 

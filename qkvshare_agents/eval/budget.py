@@ -1,15 +1,15 @@
 """Agents that share one budget: how well each way to spend it keeps what they know, at equal bytes.
 
-Every agent has a conversation of its own, whose KV is stored at the widths that a policy gives it. Behind what was
-stored its text goes on, and is repeated after a cue; both are compared with native KV. `uniform` and `key_value_split`
-are fixed widths, `per_layer` chooses per layer for all agents alike, `joint` per agent and layer; both choose from what
-attention showed while the conversations were read, and keep to the bytes that fixed widths take.
+Every agent has a conversation of its own, whose KV is stored at the widths that a policy gives it. What is read behind
+it (`team`) is compared with native KV. `uniform` and `key_value_split` are fixed widths, `per_layer` chooses per layer
+for all agents alike, `joint` per agent and layer; both choose from what attention showed while the conversations were
+read, and keep to the bytes that fixed widths take.
 """
 
+import math
+import os
 import statistics
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,61 +19,37 @@ from torch import Tensor
 from qkvshare_agents.budget import Item, allocate
 from qkvshare_agents.codec import prepare
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import InvalidSetting, UnsupportedModel
-from qkvshare_agents.eval import corpus, needles
-from qkvshare_agents.eval.cases import CUE, Block
+from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.eval.cases import Block, code_blocks
+from qkvshare_agents.eval.decoding import DECODED, tokens_per_s
 from qkvshare_agents.eval.fidelity import conditions
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, kl_divergences, seal_all
+from qkvshare_agents.eval.team import Agent, agents_that_differ
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.lean_cache import LeanCache
 from qkvshare_agents.observation import Observer
-from qkvshare_agents.packed_attention import begin as begin_packed
 from qkvshare_agents.page import Precision, keep_native
 from qkvshare_agents.residents import curves_of, mean_units, page_sizes, size_at
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.sensitivity import Unit
-from qkvshare_agents.template import Ids
 
 Policy = Literal["native", "uniform", "key_value_split", "per_layer", "joint"]
 AVERAGES = (2.0, 2.5, 3.0, 3.5, 4.0)
-_DECODED = 24  # tokens, timed
 _UNIFORM = {2.0: (2, 2), 3.0: (3, 3), 4.0: (4, 4), 8.0: (8, 8)}
 _NO_WIDTHS = "no fixed widths have this average"
 # The same average with wider keys; no two of the widths average to 2 or 4 otherwise
 _SPLIT = {2.5: (3, 2), 3.0: (4, 2), 3.5: (4, 3)}
 
 
-@dataclass(frozen=True)
-class Agent:
-    """A conversation: what is stored, and what is read behind it."""
-
-    name: str
-    ids: Ids
-    blocks: tuple[Block, ...]
-
-
 @dataclass
 class _Read:
-    """An agent's native KV, what attention showed of it, and the logits behind it."""
+    """An agent's native KV, what attention showed of it, what is read behind it, and the logits there."""
 
     agent: Agent
     kv: KVCache
     units: list[Unit]
+    blocks: list[Block]
     references: list[Tensor]
-
-
-def agents_that_differ(engine: Engine, tokens: int, positions: int) -> list[Agent]:
-    """Prose, code and a dialogue of `tokens` tokens, and facts to be found in twice as many."""
-    text = engine.template.encoder.text
-    found = []
-    for sample in corpus.samples(engine.template, tokens + positions + 1, 3):
-        rest, told = sample.ids[tokens:], sample.ids[sample.opening_tokens : tokens][: positions // 2]
-        cue = text(CUE)
-        blocks = Block("continue", rest[:-1], rest[1:]), Block("repeat", cue + told[:-1], told)
-        found.append(Agent(sample.kind, sample.ids[:tokens], blocks))
-    ids, hidden = needles.haystack(engine.template, 2 * tokens, max(1, min(8, tokens // 128)), seed=tokens)
-    asked = tuple(Block("needle", needle.question + needle.answer[:-1], needle.answer) for needle in hidden)
-    return [*found, Agent("retrieval", ids, asked)]
 
 
 @torch.inference_mode()
@@ -84,16 +60,20 @@ def run(
     positions: int = 384,
     averages: Sequence[float] = AVERAGES,
     clones: int = 4,
+    problems: int = 8,
+    answer_tokens: int = 64,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Measure every policy at every average width: {"header", "rows"}.
 
     Of each row: policy; team (`different` agents, or `clones` of one); agents, their number; average_bits; stored_bytes
     of all agents (storages, everything counted); mean_kl in nats and top1, means over the agents, whose texts go on,
-    are repeated, or are asked for facts; needle_hits, the fraction found; peak_kv_bytes while the agents decode in
-    turn: all that is stored and what the running one holds besides, reading its history packed; tokens_per_s of the one
-    with the longest; opened_peak_kv_bytes and opened_tokens_per_s with a native copy of it instead. `skipped` says why
-    there is no such row.
+    are repeated, or are asked for facts or code; perplexity of the texts that go on; needle_hits, the fraction of facts
+    found; equal_answers, how many of native's greedy answers to `problems` of HumanEval (at most `answer_tokens`) are
+    the same to their end, and equal_prefix_tokens, the mean number of tokens up to the first other one; peak_kv_bytes
+    while the agents decode in turn: all that is stored and what the running one holds besides, reading its history
+    packed; opened_peak_kv_bytes with a native copy of it instead; tokens_per_s of the one with the longest history,
+    read packed, and native_tokens_per_s on its native cache in turn with that. `skipped` says why there is no such row.
     """
     if any(not 2 <= average <= 8 for average in averages):
         raise InvalidSetting(f"average widths go from 2 to 8, not {list(averages)}")
@@ -101,8 +81,10 @@ def run(
     if engine.refusal or engine.shape is None or not engine.shape.layers:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
     prepare(engine.model.device)
+    load = os.getloadavg()[0]
     precision = settle(Precision(), engine)
-    team = [_read(engine, agent, precision) for agent in agents_that_differ(engine, tokens, positions)]
+    differ = agents_that_differ(engine, tokens, positions, problems)
+    team = [_read(engine, agent, precision, answer_tokens) for agent in differ]
     rows: list[dict[str, Any]] = []
     for name, reads, copies in (("different", team, 1), ("clones", team[:1], clones)):
         measured = _Measured(engine, reads * copies)
@@ -113,11 +95,19 @@ def run(
                 rows.append(row | (measured.row(plan) if plan else {"skipped": _NO_WIDTHS}))
     fp16_bytes = {"different": sum(engine.shape.fp16_bytes(len(r.agent.ids)) for r in team)}
     fp16_bytes["clones"] = clones * engine.shape.fp16_bytes(len(team[0].agent.ids))
-    header = conditions(engine, engine.shape) | {"tokens": tokens, "positions": positions, "fp16_bytes": fp16_bytes}
+    answers = [len(block.targets) for read in team for block in read.blocks if block.kind == "code"]
+    header = conditions(engine, engine.shape) | {
+        "tokens": tokens,
+        "positions": positions,
+        "problems": problems,
+        "answer_tokens": statistics.fmean(answers) if answers else None,
+        "fp16_bytes": fp16_bytes,
+        "load": [load, os.getloadavg()[0]],  # processes that wanted a core in the minute before the run, and at its end
+    }
     return {"header": header, "rows": rows}
 
 
-def _read(engine: Engine, agent: Agent, precision: Precision) -> _Read:
+def _read(engine: Engine, agent: Agent, precision: Precision, answer_tokens: int) -> _Read:
     """Read the agent's conversation, look on, and read what comes behind it."""
     assert engine.shape
     kv = KVCache(engine.shape)
@@ -136,8 +126,9 @@ def _read(engine: Engine, agent: Agent, precision: Precision) -> _Read:
             raise InvalidSetting(f"{engine.name}: {engine.observer.refusal or 'fewer tokens than are observed'}")
     finally:
         engine.observer = None
-    references = [engine.logits(kv, block.fed, len(block.targets)) for block in agent.blocks]
-    return _Read(agent, kv, units, references)
+    blocks = [*agent.blocks, *code_blocks(engine, kv, agent.problems, answer_tokens)]
+    references = [engine.logits(kv, block.fed, len(block.targets)) for block in blocks]
+    return _Read(agent, kv, units, blocks, references)
 
 
 def _plans(
@@ -176,47 +167,54 @@ class _Measured:
         assert engine.shape
         self._engine, self._reads, self._shape = engine, reads, engine.shape
         self._seen: dict[tuple[str, Precision], dict[str, Any]] = {}
+        self._decoded: dict[tuple[str, Precision | None], dict[str, Any]] = {}
 
     def native(self) -> dict[str, Any]:
         """Every agent with a native cache of its own, of exactly its tokens."""
-        longest = max(self._reads, key=lambda read: len(read.agent.ids))
         whole = sum(keep_native(read.kv.span(0, len(read.agent.ids))).nbytes for read in self._reads)
-        before = longest.kv.tokens
-        speed = _decode(self._engine, longest.kv)
-        longest.kv.crop(before)
-        found = [_outcome(read, read.references) for read in self._reads]
-        element = torch.finfo(self._shape.dtype).bits
+        speed = self._speeds(self._longest, None)["native_tokens_per_s"]
         return {
             "policy": "native",
             "agents": len(self._reads),
-            "average_bits": float(element),
+            "average_bits": float(torch.finfo(self._shape.dtype).bits),
             "stored_bytes": whole,
-            **_mean(found),
+            **_mean([_outcome(read, read.references) for read in self._reads]),
             "peak_kv_bytes": whole,
             "tokens_per_s": speed,
             "opened_peak_kv_bytes": whole,
-            "opened_tokens_per_s": speed,
+            "native_tokens_per_s": speed,
         }
 
     def row(self, plan: Sequence[Precision]) -> dict[str, Any]:
         """What the agents keep when each is stored as `plan` says."""
         found = [self._agent(read, precision) for read, precision in zip(self._reads, plan, strict=True)]
         stored = sum(each["stored_bytes"] for each in found)
-        longest = max(range(len(plan)), key=lambda i: len(self._reads[i].agent.ids))
-        read = self._reads[longest]
-        store = seal_all(read.kv, read.agent.ids, plan[longest])
-        opened, lean = KVCache(self._shape), LeanCache(self._shape)
-        bring(store, read.agent.ids, opened, room_tokens=_DECODED)
-        lean.load(store.match(read.agent.ids).runs)
-        opened_speed, speed = _decode(self._engine, opened), _decode(self._engine, lean)
-        return {
-            "stored_bytes": stored,
-            **_mean(found),
-            "peak_kv_bytes": stored + lean.nbytes,
-            "tokens_per_s": speed,
-            "opened_peak_kv_bytes": stored + opened.nbytes,
-            "opened_tokens_per_s": opened_speed,
-        }
+        speeds = self._speeds(self._longest, plan[self._longest])
+        row = {"stored_bytes": stored, **_mean(found), **speeds}
+        return row | {name: stored + row[name] for name in ("peak_kv_bytes", "opened_peak_kv_bytes")}
+
+    @property
+    def _longest(self) -> int:
+        return max(range(len(self._reads)), key=lambda i: len(self._reads[i].agent.ids))
+
+    def _speeds(self, index: int, precision: Precision | None) -> dict[str, Any]:
+        """How fast one agent decodes, what its working cache holds beside pages, packed and opened. None: native."""
+        read, key = self._reads[index], (self._reads[index].agent.name, precision)
+        if key not in self._decoded:
+            before, caches, held = read.kv.tokens, [read.kv], {}
+            if precision:
+                store = seal_all(read.kv, read.agent.ids, precision)
+                opened, lean = KVCache(self._shape), LeanCache(self._shape)
+                bring(store, read.agent.ids, opened, room_tokens=DECODED)
+                held["opened_peak_kv_bytes"] = opened.nbytes
+                lean.load(store.match(read.agent.ids).runs)
+                caches.append(lean)
+            speeds = tokens_per_s(self._engine, caches)
+            read.kv.crop(before)
+            if precision:
+                held["peak_kv_bytes"] = caches[-1].nbytes
+            self._decoded[key] = {"native_tokens_per_s": speeds[0], "tokens_per_s": speeds[-1]} | held
+        return self._decoded[key]
 
     def _agent(self, read: _Read, precision: Precision) -> dict[str, Any]:
         key = read.agent.name, precision
@@ -224,46 +222,40 @@ class _Measured:
             store = seal_all(read.kv, read.agent.ids, precision)
             working = KVCache(self._shape)
             bring(store, read.agent.ids, working)
-            logits = [self._engine.logits(working, b.fed, len(b.targets)) for b in read.agent.blocks]
+            logits = (self._engine.logits(working, b.fed, len(b.targets)) for b in read.blocks)
             self._seen[key] = {"stored_bytes": store.nbytes} | _outcome(read, logits)
             store.clear()  # its nodes point at each other
         return self._seen[key]
 
 
-def _outcome(read: _Read, logits: Sequence[Tensor]) -> dict[str, Any]:
-    """mean KL and top-1 over an agent's positions, and which of its hidden facts were found."""
+def _outcome(read: _Read, logits: Iterable[Tensor]) -> dict[str, Any]:
+    """Of one agent: mean KL and top-1 over all positions, losses where its text goes on, and what it answered."""
     kl: list[float] = []
     agrees: list[float] = []
-    hits: list[bool] = []
-    for block, got, reference in zip(read.agent.blocks, logits, read.references, strict=True):
-        kl += kl_divergences(reference, got).tolist()
+    found: dict[str, list[Any]] = {"losses": [], "hits": [], "prefixes": []}
+    for block, got, reference in zip(read.blocks, logits, read.references, strict=True):
+        targets = torch.tensor(block.targets, device=got.device)
         likeliest = got.argmax(-1)
+        kl += kl_divergences(reference, got).tolist()
         agrees += (likeliest == reference.argmax(-1)).tolist()
-        if block.kind == "needle":
-            hits.append(likeliest.tolist() == list(block.targets))
-    return {"agent": read.agent.name, "kl": statistics.fmean(kl), "top1": statistics.fmean(agrees), "hits": hits}
+        right = (likeliest == targets).tolist()
+        if block.kind == "continue":
+            found["losses"] += torch.nn.functional.cross_entropy(got, targets, reduction="none").tolist()
+        elif block.kind == "needle":
+            found["hits"].append(all(right))
+        elif block.kind == "code":
+            found["prefixes"].append(([*right, False].index(False), len(right)))
+    return {"agent": read.agent.name, "kl": statistics.fmean(kl), "top1": statistics.fmean(agrees)} | found
 
 
 def _mean(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    hits = [hit for each in found for hit in each["hits"]]
+    losses, hits, prefixes = ([x for each in found for x in each[name]] for name in ("losses", "hits", "prefixes"))
     return {
         "mean_kl": statistics.fmean(each["kl"] for each in found),
         "top1": statistics.fmean(each["top1"] for each in found),
+        "perplexity": math.exp(statistics.fmean(losses)),
         "needle_hits": statistics.fmean(hits) if hits else None,
+        "equal_answers": sum(same == whole for same, whole in prefixes) if prefixes else None,
+        "equal_prefix_tokens": statistics.fmean(same for same, _ in prefixes) if prefixes else None,
         "kl_by_agent": {each["agent"]: each["kl"] for each in found},
     }
-
-
-def _decode(engine: Engine, kv: KVCache) -> float:
-    """Tokens per second of greedy decoding behind `kv`, which holds them afterwards."""
-    run = engine.begin(kv)
-    if isinstance(kv, LeanCache):
-        with suppress(UnsupportedModel):
-            run = begin_packed(engine, kv.packed)
-    logits = engine.feed(run, [0])
-    assert logits is not None
-    started = time.perf_counter()
-    for _ in range(_DECODED):
-        logits = engine.feed(run, [int(logits.argmax())])
-        assert logits is not None
-    return _DECODED / (time.perf_counter() - started)

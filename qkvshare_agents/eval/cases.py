@@ -1,6 +1,6 @@
 """What is read behind a stored cache: real text that goes on, the stored text again, questions, problems to solve."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,7 +82,7 @@ def cases(engine: Engine, plan: Plan) -> Iterator[Case]:
         yield Case(ids, lambda engine, kv, asked=asked: asked)  # type: ignore[misc]
     if plan.problems:
         solved, prompts = humaneval.solved_then_open(engine.template, plan.tokens, plan.problems)
-        yield Case(solved, lambda engine, kv: _code_blocks(engine, kv, prompts, plan.answer_tokens))
+        yield Case(solved, lambda engine, kv: code_blocks(engine, kv, prompts, plan.answer_tokens))
 
 
 def _text_blocks(engine: Engine, sample: corpus.Sample, plan: Plan) -> list[Block]:
@@ -93,7 +93,7 @@ def _text_blocks(engine: Engine, sample: corpus.Sample, plan: Plan) -> list[Bloc
     return [Block("continue", rest[:-1], rest[1:]), Block("repeat", cue + text[:-1], text)]
 
 
-def _code_blocks(engine: Engine, kv: KVCache, prompts: list[Ids], tokens: int) -> list[Block]:
+def code_blocks(engine: Engine, kv: KVCache, prompts: Sequence[Ids], tokens: int) -> list[Block]:
     """The native cache's greedy answers. A scheme whose likeliest token is the same all along gives the same answer."""
     blocks: list[Block] = []
     start = kv.tokens

@@ -119,13 +119,18 @@ def tokens(encoder: Encoder, count: int) -> Ids:
 
 
 def tasks(count: int) -> list[tuple[str, str]]:
-    """`count` (text, task) pairs, each over another piece of prose or code."""
-    pieces = [text for pair in zip(prose(), code() * len(prose()), strict=False) for text in pair]
-    step = 1500
-    return [
-        (
-            pieces[i % len(pieces)][(i // len(_CODE_MODULES)) * step :][:step] or pieces[i][:step],
-            _TASKS[i % len(_TASKS)],
-        )
-        for i in range(count)
-    ]
+    """`count` (text, task) pairs, no two over the same piece of prose or code.
+
+    Raises InvalidSetting if there is not that much text.
+    """
+    texts = [text for pair in zip(prose(), code() * len(prose()), strict=False) for text in pair]
+    step, found = 1500, dict[str, str]()
+    for i in range(len(texts) * len(_TASKS)):
+        if len(found) >= count:
+            break
+        text = texts[i % len(texts)]
+        piece = text[i // len(_CODE_MODULES) * step :][:step] or text[:step]
+        found.setdefault(piece, _TASKS[i % len(_TASKS)])
+    if len(found) < count:
+        raise InvalidSetting(f"the corpus has {len(found)} prompts, {count} are asked for")
+    return list(found.items())[:count]

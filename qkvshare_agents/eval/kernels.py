@@ -177,25 +177,32 @@ def _using(name: str) -> Iterator[None]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the result of `run` as a table."""
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     s = result["sizes"]
     table = Table(
         title=f"{s['tokens']} tokens of {s['layers']} x {s['heads']} heads of {s['head_size']}",
-        caption="copy: as many bytes, GB/s, between memory that is there already (of copy: GB/s as a share of it); "
-        "fresh: into memory that was not, where quantize writes. SDPA: torch's, over native keys and values",
-        box=SIMPLE_HEAD,
+        caption="copy: GB/s of a copy of as many bytes into memory that is there already, and this as a share of it. "
+        "fresh: the same into memory that is not, which quantize writes to. SDPA: torch's, over native KV, and its "
+        "time as a multiple of this one's",
+        box=None,
+        padding=(0, 2, 0, 0),
         pad_edge=False,
     )
-    for column in ("", "bits", "impl", "ms", "GB/s", "copy", "of copy", "fresh", "SDPA ms", "/ ms"):
+    for column in ("", "bits", "impl", "ms", "GB/s", "copy", "share", "fresh", "SDPA ms", "x"):
         table.add_column(column, justify="right" if column not in ("", "impl") else "left", no_wrap=True)
     for r in result["rows"]:
-        sdpa = ("", "") if r["sdpa_ms"] is None else (f"{r['sdpa_ms']:.2f}", f"{r['sdpa_ms'] / r['ms']:.2f}")
-        fresh = "" if r["fresh_copy_gb_per_s"] is None else f"{r['fresh_copy_gb_per_s']:.1f}"
+        ms, gb_per_s, copy, fresh, sdpa = (
+            r[key] for key in ("ms", "gb_per_s", "copy_gb_per_s", "fresh_copy_gb_per_s", "sdpa_ms")
+        )
         table.add_row(
-            r["op"], str(r["bits"]), r["impl"], f"{r['ms']:.2f}", f"{r['gb_per_s']:.1f}",
-            f"{r['copy_gb_per_s']:.1f}", f"{r['gb_per_s'] / r['copy_gb_per_s']:.0%}", fresh, *sdpa,
+            r["op"], str(r["bits"]), r["impl"], _short(ms), _short(gb_per_s), _short(copy), f"{gb_per_s / copy:.0%}",
+            _short(fresh), _short(sdpa), _short(sdpa and sdpa / ms),
         )  # fmt: skip
     Console().print(table)
+
+
+def _short(number: float | None) -> str:
+    """At most five characters below 100,000."""
+    return "" if number is None else f"{number:.2f}" if number < 10 else f"{number:.{1 if number < 1000 else 0}f}"
