@@ -23,7 +23,7 @@ from kernel_cases import (
 from qkvshare_agents import codec
 from qkvshare_agents.codec import Encoded, encode
 from qkvshare_agents.errors import CodecError, InvalidSetting
-from qkvshare_kernels import backend, cpu, plain, reference
+from qkvshare_kernels import backend, cpu, memory, plain, reference
 from qkvshare_kernels.attention import PackedPages
 
 CPU = torch.device("cpu")
@@ -248,3 +248,23 @@ def test_a_build_changes_no_code(library: backend.Kernels, monkeypatch: pytest.M
         monkeypatch.setenv("QKVSHARE_KERNELS", name)
         encoded.append(encode(x, 4, "token", symmetric=True, rotate=True, fit=1.0))
     assert_same(encoded[0].tensors(), encoded[1].tensors())
+
+
+# memory
+
+
+def test_pieces_have_storages_of_their_own() -> None:
+    pool = memory.Pool()
+    pieces = [pool.empty((3, 1_000_001)) for _ in range(4)]
+    for number, piece in enumerate(pieces):
+        assert piece.untyped_storage().nbytes() == 3_000_003 and piece.data_ptr() % 64 == 0
+        piece.fill_(number)
+    assert [int(piece.min()) for piece in pieces] == [int(piece.max()) for piece in pieces] == [0, 1, 2, 3]
+    assert pool.empty((0, 5)).shape == (0, 5) and pool.empty((9 * 2**20,)).numel() == 9 * 2**20
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 5), (7, 9), (2, 3 * 2**20)])
+def test_memory_of_any_size_can_be_written(shape: tuple[int, ...]) -> None:
+    tensor = memory.empty(shape, torch.bfloat16, CPU)
+    assert tensor.shape == shape and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+    assert bool((tensor.fill_(1) == 1).all())

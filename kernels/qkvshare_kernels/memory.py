@@ -38,38 +38,39 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class Blocks:
-    """Pieces of blocks of at most `block_bytes`, so that dropping some of what is kept there frees about that much.
+    """Pieces of blocks of at most 8 MB, so that dropping some of what is kept there frees about that much.
 
     total_bytes: what will be taken at most (None: not known), so that the last block is no larger than needed.
     """
 
-    def __init__(self, total_bytes: int | None = None, block_bytes: int = _BLOCK_BYTES) -> None:
-        self._left_bytes, self._block_bytes = total_bytes, block_bytes
+    def __init__(self, total_bytes: int | None = None) -> None:
+        self._left_bytes = total_bytes
         self._block = memoryview(b"")
+        self._used_bytes = 0
 
     def take(self, nbytes: int) -> memoryview:
         """`nbytes` (at least 1) that begin aligned."""
-        used = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if used >= self._block_bytes:
-            return fresh(nbytes)
-        if used > self._block.nbytes:
-            left = self._block_bytes if self._left_bytes is None else min(self._block_bytes, self._left_bytes)
-            self._block = fresh(max(used, left))
-        piece, self._block = self._block[:nbytes], self._block[used:]
+        start = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if start + nbytes > self._block.nbytes:
+            most = _BLOCK_BYTES if self._left_bytes is None else min(_BLOCK_BYTES, self._left_bytes)
+            self._block, start = fresh(max(nbytes, most)), 0
+        self._used_bytes = start + nbytes
         if self._left_bytes is not None:
-            self._left_bytes -= used
-        return piece
+            self._left_bytes -= -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        for place in range(-(-start // _HUGE_BYTES) * _HUGE_BYTES, self._used_bytes, _HUGE_BYTES):
+            self._block[place] = 0  # two threads that come to a huge page at once would both clear one
+        return self._block[start : self._used_bytes]
 
 
 class Pool:
-    """Memory of tensors that are kept for long, and are smaller than a huge page. Thread-safe.
+    """Memory of tensors that are kept for long, each with a storage of its own size. Thread-safe.
 
-    Each has a storage of its own size. A block is freed with the last of the tensors that share it.
+    A block is freed with the last of the tensors in it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks = Blocks(block_bytes=_HUGE_BYTES)
+        self._blocks = Blocks()
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Bytes of any value."""
