@@ -27,7 +27,7 @@ from qkvshare_kernels.layout import four, norm, row_bytes, side, units, viewed
 from qkvshare_kernels.memory import Pool
 
 NAME = "cpu"
-_SOURCES = sorted(Path(__file__).with_name("cpp").iterdir())
+_SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _packed = Pool()
 _KEPT_SECONDS = 7 * 24 * 3600
