@@ -14,6 +14,7 @@ from kernel_cases import (
     assert_agree,
     assert_attends,
     assert_same,
+    assert_turns,
     dequantized_then_sdpa,
     edge_cases,
     history,
@@ -109,6 +110,12 @@ def test_butterflies_are_the_hadamard_matrix(size: int) -> None:
     x = torch.randn(4, 9, size)
     exact = x.double() @ reference.hadamard(size, CPU).double()
     assert (reference.rotate(x).double() - exact).norm() / exact.norm() < 2e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_the_library_turns_as_torch_does(library: backend.Kernels, tokens: int, dtype: torch.dtype) -> None:
+    assert_turns(library, tokens, dtype)
 
 
 # attention

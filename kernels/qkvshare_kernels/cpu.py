@@ -39,6 +39,7 @@ _CACHED_BYTES = 32 << 20
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _QUANTIZE = (_P, _I, _L, _L, _L, _I, _L, _L, _L, _I, _I, _I, _I, _F, _F, _F, _P, _I, _P, _P, _I)
 _ATTENTION = (_P, _P, _L, _I, _I, _I, _P, _L, _P, _L, _I, _F, _F, _L, _I)
+_TURN = (_P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _P, _P, _I)
 _DEQUANTIZE = (_P, _P, _P, _P, _I, _L, _L, _L, _I, _L, _L, _L, _L, _L, _I, _I, _I, _F, _I, _I, _I)
 
 
@@ -112,12 +113,12 @@ class CpuKernels:
         try:
             loaded = ctypes.CDLL(str(library))
             self._quantize, self._dequantize = loaded.qkvshare_quantize, loaded.qkvshare_dequantize
-            self._attention = loaded.qkvshare_attention
+            self._attention, self._turn = loaded.qkvshare_attention, loaded.qkvshare_turn
         except (OSError, AttributeError) as error:
             raise BuildError(f"the CPU kernels can't be loaded: {error}") from error
         self._quantize.argtypes, self._dequantize.argtypes = _QUANTIZE, _DEQUANTIZE
-        self._attention.argtypes = _ATTENTION
-        self._dequantize.restype = self._attention.restype = None
+        self._attention.argtypes, self._turn.argtypes = _ATTENTION, _TURN
+        self._dequantize.restype = self._attention.restype = self._turn.restype = None
 
     def quantize(
         self,
@@ -207,6 +208,17 @@ class CpuKernels:
             _TYPES[types.pop()] if types else 0, norm(query.shape[-1]), norm(size_v), parts, threads,
         )  # fmt: skip
         return out.to(query.dtype)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool) -> None:
+        native = viewed(x)
+        if native is None or x.dtype not in _TYPES or x.device.type != "cpu":
+            plain.turn(x, cos, sin, first, interleaved)
+            return
+        cos, sin = cos.contiguous(), sin.contiguous()
+        self._turn(
+            native.data_ptr(), _TYPES[x.dtype], *native.shape[:3], *_strides(native), first, cos.shape[-1],
+            interleaved, cos.data_ptr(), sin.data_ptr(), _threads(x.numel()),
+        )  # fmt: skip
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:

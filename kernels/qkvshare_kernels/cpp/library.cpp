@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "dequantize.h"
 #include "quantize.h"
+#include "turn.h"
 
 extern "C" {
 
@@ -98,5 +99,16 @@ void qkvshare_attention(const float* query, float* out, int64_t heads, int queri
     }
     for (int64_t head = 0; head < heads; head++)
         join(&readers[head * splits], splits, norm_v, out + head * queries * dv);
+}
+
+// Turns x [L, H, T, D] in place by angles of which cos and sin are [T, half]; strides in bytes.
+void qkvshare_turn(char* x, int type, int64_t layers, int64_t heads, int64_t tokens, int64_t layer_stride,
+                   int64_t head_stride, int64_t token_stride, int first, int half, int interleaved, const float* cos,
+                   const float* sin, int threads) {
+    const Turn t{first, half, interleaved != 0};
+    auto* const turn = type == FLOAT32 ? turn_rows<FLOAT32> : type == FLOAT16 ? turn_rows<FLOAT16> : turn_rows<BFLOAT16>;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t unit = 0; unit < layers * heads; unit++)
+        turn(x + unit / heads * layer_stride + unit % heads * head_stride, token_stride, tokens, t, cos, sin);
 }
 }
