@@ -4,7 +4,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -129,15 +129,11 @@ class _Measured:
     ) -> dict[str, Any]:
         source, target = (torch.ones(moved // 2, dtype=torch.uint8, device=self._device) for _ in range(2))
         works: dict[str, Callable[[], Any]] = {"this": work, "copy": lambda: target.copy_(source)}
-        if fresh:
-            works["fresh"] = source.clone
         if sdpa:
             works["sdpa"] = sdpa
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(self._rounds + 1):  # the first round warms up
-            for name, each in works.items():
-                times[name].append(self._ms(each))
-        ms = {name: statistics.median(spent[1:]) for name, spent in times.items()}
+        ms = self._medians(works)
+        if fresh:  # by itself: what it gives back to the system, others would be given
+            ms |= self._medians({"fresh": source.clone})
         return {
             "op": op,
             "bits": self._bits,
@@ -148,6 +144,13 @@ class _Measured:
             "ms": ms["this"],
             "sdpa_ms": ms.get("sdpa"),
         }
+
+    def _medians(self, works: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        times: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(self._rounds + 1):  # the first round warms up
+            for name, work in works.items():
+                times[name].append(self._ms(work))
+        return {name: statistics.median(spent[1:]) for name, spent in times.items()}
 
     def _ms(self, work: Callable[[], Any]) -> float:
         self._wait()
