@@ -8,6 +8,7 @@ nothing.
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -201,7 +202,7 @@ class CpuKernels:
             )
         ]  # fmt: skip
         threads = _threads((packed.tokens + sum(run[0].shape[-2] for run in native)) * heads * query.shape[-1])
-        parts = 1 if threads == 1 else -(-4 * threads // heads)
+        parts = threads // math.gcd(threads, heads)  # as much for every thread
         self._attention(
             scaled.data_ptr(), out.data_ptr(), heads, query.shape[0] // heads, query.shape[-1], size_v,
             table.data_ptr(), len(packed.pages), (ctypes.c_int64 * max(1, len(runs)))(*runs), len(native),

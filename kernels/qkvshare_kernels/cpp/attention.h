@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <memory>
+
 #include "codes.h"
 
 namespace {
@@ -322,15 +324,15 @@ struct Reader {
 };
 
 // What the readers of parts of the history found, joined: out [queries, DV].
-void join(const Reader* readers, int64_t splits, float norm, float* out) {
-    const Reader& first = readers[0];
+void join(const std::unique_ptr<Reader>* readers, int64_t splits, float norm, float* out) {
+    const Reader& first = *readers[0];
     Floats plain(first.pv), turned(first.pv);
     for (int g = 0; g < first.queries; g++, out += first.dv) {
         float greatest = -INFINITY, total = 0;
-        for (int64_t s = 0; s < splits; s++) greatest = std::max(greatest, readers[s].greatest[g]);
+        for (int64_t s = 0; s < splits; s++) greatest = std::max(greatest, readers[s]->greatest[g]);
         std::fill(plain.begin(), plain.end(), 0.0f), std::fill(turned.begin(), turned.end(), 0.0f);
         for (int64_t s = 0; s < splits; s++) {
-            const Reader& r = readers[s];
+            const Reader& r = *readers[s];
             const float weight = std::exp(r.greatest[g] - greatest);  // 0 for a split that had nothing to read
             total += r.total[g] * weight;
             for (int i = 0; i < r.pv; i++) {
