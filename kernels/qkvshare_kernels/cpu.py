@@ -136,8 +136,9 @@ class CpuKernels:
             return plain.quantize(x, bits, dim, symmetric=symmetric, group_size=group_size, fit=fit, rotate=rotate)
         *lead, tokens, size = x.shape
         layers = four(x if x.stride(-1) == 1 or size == 1 else x.contiguous())
-        group = min(group_size or x.shape[dim], x.shape[dim])
-        count, row = -(-x.shape[dim] // group), row_bytes(size, bits)
+        grouped, row = tokens if dim == -2 else size, row_bytes(size, bits)
+        group = min(group_size or grouped, grouped)
+        count = -(-grouped // group)
         codes = _packed.empty((*lead, tokens, row))
         shape = (*lead, count, size) if dim == -2 else (*lead, tokens, count)
         scale = torch.empty(shape, dtype=torch.float16)

@@ -82,6 +82,7 @@ class _Measured:
         self._native, self._out = (memory.empty(shape, dtype, device) for _ in range(2))  # as a cache is held
         self._native.normal_()
         self._out.fill_(1)
+        self._read, self._written = (list(self._spans(cache)) for cache in (self._native, self._out))
         self._query = torch.randn(sizes.query_heads, sizes.head_size, device=device, dtype=dtype)
         self._scaling = sizes.head_size**-0.5
 
@@ -108,10 +109,10 @@ class _Measured:
             yield Span(size, (Block(layers, part[0], part[1]),))
 
     def _quantize(self) -> list[Page]:
-        return [seal(span, PRECISIONS[self._bits], starts_sequence=False) for span in self._spans(self._native)]
+        return [seal(span, PRECISIONS[self._bits], starts_sequence=False) for span in self._read]
 
     def _dequantize(self, pages: Sequence[Page]) -> None:
-        for page, span in zip(pages, self._spans(self._out), strict=True):
+        for page, span in zip(pages, self._written, strict=True):
             page.open_into(span)
 
     def _attend(self, layers: Sequence[PackedPages]) -> None:
