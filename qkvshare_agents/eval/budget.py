@@ -60,8 +60,8 @@ def run(
     positions: int = 384,
     averages: Sequence[float] = AVERAGES,
     clones: int = 4,
-    problems: int = 8,
-    answer_tokens: int = 64,
+    problems: int = 6,
+    answer_tokens: int = 48,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Measure every policy at every average width: {"header", "rows"}.
