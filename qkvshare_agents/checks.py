@@ -6,8 +6,9 @@ from typing import Any
 from qkvshare_agents.errors import PackageError
 
 
-def table(entry: Any, kind: type, what: str) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
+def table(entry: Any, kind: type, what: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A table with the fields of `kind`, all but those in `without`."""
+    names = {field.name for field in fields(kind)}.difference(without)
     if not isinstance(entry, dict) or entry.keys() != names:
         given = sorted(str(name)[:20] for name in entry)[:20] if isinstance(entry, dict) else type(entry).__name__
         raise PackageError(f"{what} has {given}; this version of the format has exactly {sorted(names)}")

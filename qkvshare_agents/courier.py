@@ -140,7 +140,7 @@ class Courier:
             return None
         # publishing and reading are about equal, and the slope says more than the offset does for large ones
         ms_per_byte = statistics.median(ms / nbytes for nbytes, ms in self._speeds)
-        reason = slower_than_text(2 * ms_per_byte * out.page_bytes, pace * out.covered_tokens)
+        reason = slower_than_text(2 * ms_per_byte * out.kv_bytes, pace * out.covered_tokens)
         self._held_back = self._held_back + 1 if reason else 0
         if self._held_back > _HELD_BACK:
             self._speeds.clear()

@@ -19,7 +19,9 @@ from qkvshare_agents.page import PRESETS, Page, keep_native, seal
 from qkvshare_agents.part import Part
 from qkvshare_agents.prefix_tree import chained_key
 from qkvshare_agents.report import Arrival
+from qkvshare_agents.snapshot import Snapshot, put_together, taken_apart
 from qkvshare_agents.span import in_words
+from qkvshare_agents.start import with_state
 from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.turn import Turn
 
@@ -34,6 +36,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, int] = OrderedDict()
+        self._like: Snapshot | None = None  # state of the host's model, whatever of
 
     def export(
         self,
@@ -51,22 +54,30 @@ class Exchange:
         prompt = host.prompt(turn)
         last = max((end for end, _ in prompt.answers), default=prompt.settled)
         settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
-        steps = host.store.steps(settled, have, turn.access.readers)
-        if not steps:
+        match, state = host.store.match(settled, turn.access.readers), None
+        if not match.tokens:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
-        covered = settled[: sum(step.tokens for step in steps)]
-        if host.store.match(covered, turn.access.readers).not_by(host.adapters):
+        if engine.has_state:
+            match, state = with_state(match, settled, host.snapshots)
+            if not state:
+                raise PackageError(
+                    "there is no KV to hand over: the recurrent state behind it is no longer stored here"
+                )
+        if match.not_by(host.adapters):
             raise PackageError("KV that was computed with several LoRA adapters stays here")
+        steps, covered = host.store.steps(match, have), settled[: match.tokens]
         runs, _ = host.store.lineup(covered, steps)
-        canary, nats = _canary(host, covered, runs)
+        canary, nats = _canary(host, covered, runs, state)
         if wider or not nats <= host.settings.coarse_limit:  # NaN, too
             steps = _widened(host, covered, max(page.hops for page, _ in runs), nats)
-            canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page])
+            canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page], state)
         assert engine.shape is not None
         spoken = _spoken(prompt, turn.messages, host.ledger)
         ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
-        groups = engine.shape.groups
-        return Package(settled, steps, host.fingerprint, groups, ledger, handoff, metadata, canary=canary)
+        return Package(
+            settled, steps, host.fingerprint, engine.shape.groups, ledger, handoff, metadata, canary=canary,
+            state=taken_apart(state) if state else None,
+        )  # fmt: skip
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
@@ -81,10 +92,15 @@ class Exchange:
                 _learn(host.ledger, package)
             return heard
         assert engine.shape is not None
+        try:
+            state = put_together(package.state, self._state_like(host)) if package.state else None
+        except PackageError as error:
+            return Arrival((str(error),))
         steps = [_on(engine.shape.device, step) for step in package.steps]
         (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
-        came = sum(tokens for _, tokens in runs)
-        heard = _listen(host, package, runs, steps) if new and came == whole else Arrival()
+        came, settled = sum(tokens for _, tokens in runs), package.ids[:whole]
+        news = new or (state and not host.snapshots.holds(settled))
+        heard = _listen(host, package, runs, steps, state) if news and came == whole else Arrival()
         if heard.reasons:
             return heard
         _learn(host.ledger, package)
@@ -93,9 +109,22 @@ class Exchange:
         stored = host.store.graft(package.ids, steps, owners, host.adapters)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
+        if state and news:
+            host.snapshots.keep(settled, state)
+            if not host.snapshots.holds(settled):
+                return replace(heard, reasons=("the recurrent state that came over does not fit into budget_bytes",))
         if package.canary and heard.canary_nats is not None:  # whoever forwards it compares with the first sender
-            host.canaries.keep(package.ids[:whole], package.canary)
+            host.canaries.keep(settled, package.canary)
         return heard
+
+    def _state_like(self, host: "Host") -> Snapshot:
+        """Recurrent state as this model has it, behind one token."""
+        if self._like is None:
+            run = host.engine.begin(None)
+            host.engine.feed(run, [0])
+            self._like = host.engine.snapshot(run)
+        assert self._like is not None
+        return self._like
 
     def _repeated(self, package: Package) -> str | None:
         now_ms = int(time.time() * 1000)
@@ -116,8 +145,6 @@ def _learn(ledger: Ledger, package: Package) -> None:
 def _refusal(host: "Host") -> str | None:
     if not host.settings.handoff:
         return "handoff is switched off (handoff=False)"
-    if host.engine.has_state:
-        return "the model has recurrent state, which does not travel between processes yet"
     return host.engine.refusal or (None if host.engine.shape else "the model's KV has no shape that can be stored")
 
 
@@ -128,6 +155,12 @@ def _mismatch(host: "Host", package: Package) -> str | None:
         return f"the package is of another model: {', '.join(differences)} differ"
     if package.groups != shape.groups:
         return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
+    if engine.has_state and package.state is None:
+        return "the package lacks the recurrent state that this model needs beside its KV"
+    if package.state and not engine.has_state:
+        return "the package has recurrent state, and this model has none"
+    if package.state and package.state.tokens != package.covered_tokens:
+        return f"the package's state is behind {package.state.tokens} tokens, its KV of {package.covered_tokens}"
     if lacking := _lacking(package, shape):
         return lacking
     vocabulary = engine.model.get_input_embeddings().num_embeddings
@@ -153,14 +186,23 @@ def _lacking(package: Package, shape: KVShape) -> str | None:
     return None
 
 
-def _canary(host: "Host", ids: tuple[int, ...], runs: Sequence[tuple[Page, int]]) -> tuple[Canary | None, float]:
-    """What is expected behind `runs`; how far, in nats, that is off what the turn that computed their KV expected."""
+def _canary(
+    host: "Host", ids: tuple[int, ...], runs: Sequence[tuple[Page, int]], state: Snapshot | None
+) -> tuple[Canary | None, float]:
+    """What is expected behind `runs`; how far, in nats, that is off what was expected behind the KV as it was computed.
+
+    Attention's KV is cut and its last tokens are read again; behind state, which can't be cut, once more.
+    """
     if host.settings.canary_limit == inf:
         return None, 0.0
-    count = min(WATCHED, len(ids))
-    logits = host.runner.expected(runs, ids, count, apart=True)
-    turn = host.canaries.find(ids)
-    return canary_of(logits), divergence(turn.last(count), logits) if turn and turn.tokens >= count else 0.0
+    count = min(WATCHED, len(ids), host.engine.context_tokens - len(ids) if state else WATCHED)
+    if count < 1:
+        raise PackageError("the context is full: there is no room behind the KV to compare it with its canary")
+    logits = host.runner.expected(runs, ids, count, state, apart=True)
+    said = host.canaries.find(ids)
+    if said is None and state and (native := host.runner.expected_natively(ids, count, state)) is not None:
+        said = canary_of(native)
+    return canary_of(logits), divergence(said.last(count), logits) if said and said.tokens >= count else 0.0
 
 
 def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[Step, ...]:
@@ -185,21 +227,30 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
     return tuple(steps)
 
 
-def _listen(host: "Host", package: Package, runs: Sequence[tuple[Page, int]], steps: Sequence[Step]) -> Arrival:
+def _listen(
+    host: "Host",
+    package: Package,
+    runs: Sequence[tuple[Page, int]],
+    steps: Sequence[Step],
+    state: Snapshot | None,
+) -> Arrival:
     """Whether the KV in `runs` says what its sender's said."""
     limit, canary, ids = host.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
     if limit == inf:
         return Arrival()
     if canary is None:
         return Arrival(("the package has no canary, and its KV is not used without one (canary_limit)",))
+    if state and len(ids) + canary.tokens > host.engine.context_tokens:
+        return Arrival(("the package's canary goes beyond the context",))
     if max(map(max, canary.ids)) >= host.engine.model.get_input_embeddings().num_embeddings:
         return Arrival(("the package's canary has token ids that the model has not",))
     started = time.perf_counter()
-    nats = divergence(canary, host.runner.expected(runs, ids, canary.tokens))
+    nats = divergence(canary, host.runner.expected(runs, ids, canary.tokens, state))
     ms = (time.perf_counter() - started) * 1000
     heard = Arrival((), canary_nats=nats if isfinite(nats) else None, canary_ms=ms)
     own = [page for (page, _), step in zip(runs, steps, strict=True) if page is not step.page]
-    limit = limit or default_limit(host.engine.model.dtype, _widths([page for page, _ in runs]) if own else ())
+    widths, engine = _widths([page for page, _ in runs]) if own else (), host.engine
+    limit = limit or default_limit(engine.model.dtype, widths, noisy=engine.noisy)
     if nats <= limit:  # False for NaN
         return heard
     reason = (

@@ -60,6 +60,7 @@ def describe(payload: Payload, *, secret: str = "") -> dict[str, Any]:
         "covered_tokens": sum(run.tokens for run in m.runs),
         "answers": len(m.ledger),
         "canary_tokens": m.canary.tokens if m.canary else 0,
+        "state": [vars(tensor) for tensor in m.state.tensors] if m.state else None,
         "runs": [_run(m, run) for run in m.runs],
     }
 
@@ -96,6 +97,9 @@ def show(described: Mapping[str, Any]) -> None:
         + in_words(LayerGroup(**group) for group in d["groups"]),
         highlight=False,
     )
+    if d["state"]:
+        layers = len({tensor["layer"] for tensor in d["state"]})
+        console.print(f"recurrent state of {layers} layers in {len(d['state'])} tensors", highlight=False)
     for aspect, value in d["fingerprint"].items():
         console.print(f"  {aspect:14} {value[:16]}", highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=0)

@@ -154,7 +154,8 @@ class KVCache:
         def empty(group: LayerGroup, dim: int) -> Tensor:
             return torch.empty(len(group.layers), group.heads, tokens, dim, dtype=shape.dtype, device=shape.device)
 
-        return tuple((empty(group, group.key_dim), empty(group, group.value_dim)) for group in shape.groups)
+        with torch.inference_mode(False):  # it may grow inside of a forward, and is written to outside of any
+            return tuple((empty(group, group.key_dim), empty(group, group.value_dim)) for group in shape.groups)
 
     def _reserve(self, tokens: int) -> None:
         if tokens <= self._room:

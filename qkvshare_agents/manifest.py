@@ -1,19 +1,19 @@
 """What a package says about itself, and the one table of tensors that follows from it (FORMAT.md)."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
 
-from qkvshare_agents import checks, codec, container
+from qkvshare_agents import checks, codec, container, manifest_extras
 from qkvshare_agents.container import Shape
-from qkvshare_agents.drift import UNITS_PER_NAT, Canary
+from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.integrity import ALGORITHMS
+from qkvshare_agents.manifest_extras import MAX_LAYERS, NATIVE_DTYPES, StateHead
 from qkvshare_agents.span import LayerGroup
 
 FORMAT, VERSION = "qkvshare", "2"
@@ -21,9 +21,6 @@ MAX_RUNS = 2**14
 MAX_TOKENS = 2**24
 MAX_RUN_TOKENS = 2**16
 MAX_WIDTH = 2**16  # heads, head size
-MAX_LAYERS = 2**12
-MAX_CANARY_ROWS, MAX_CANARY_TOKENS, MAX_VOCABULARY = 64, 256, 2**31
-_NATIVE_DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ class Manifest:
 
     ledger: (text, start, stop): what a member said, and which ids it is. groups: of layers whose KV is alike.
     dtype: of native tokens. ids_digest: of the tensor `ids`, in hex. signed: whether the MAC needs the secret.
-    canary: what the sender's model expected behind the last tokens that the runs cover.
+    canary: what the sender's model expected behind the last tokens that the runs cover. state: recurrent state behind
+    them; not written where there is none, as in packages of releases that knew none.
     """
 
     id: str
@@ -103,15 +101,20 @@ class Manifest:
     ids_digest: str
     signed: bool
     canary: Canary | None
+    state: StateHead | None = None
 
     def to_text(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
+        table = asdict(self)
+        if self.state is None:
+            del table["state"]
+        return json.dumps(table, separators=(",", ":"), ensure_ascii=False)
 
     def tensors(self) -> tuple[tuple[str, str, Shape], ...]:
         """(name, dtype, shape) of every tensor of the package, in order, without padding."""
         pages = ((i, run) for i, run in enumerate(self.runs) if run.page)
         inner = chain.from_iterable(self.page_tensors(i, run) for i, run in pages)
-        return ("ids", "I64", (self.tokens,)), *inner, ("mac", "U8", (32,))
+        state = self.state.table() if self.state else ()
+        return ("ids", "I64", (self.tokens,)), *inner, *state, ("mac", "U8", (32,))
 
     @cached_property
     def _group_of(self) -> dict[int, LayerGroup]:
@@ -153,7 +156,8 @@ def packed_bytes(dim: int, bits: int) -> int:
 def read(text: str) -> Manifest:
     """Parse and check everything that does not need the tensors. Raises PackageError."""
     table = container.parse_json(checks.utf8(text))
-    m = checks.table(table, Manifest, "manifest")
+    stateful = isinstance(table, dict) and "state" in table
+    m = checks.table(table, Manifest, "manifest", () if stateful else ("state",))
     aspects = checks.table(m["fingerprint"], Fingerprint, "fingerprint")
     for aspect, value in aspects.items():
         checks.string(value, f"fingerprint.{aspect}")
@@ -163,7 +167,7 @@ def read(text: str) -> Manifest:
     checks.whole(m["expires_ms"], 0, 2**53, "expires_ms")
     tokens = checks.whole(m["tokens"], 1, MAX_TOKENS, "tokens")
     checks.choice(m["algorithm"], ALGORITHMS, "algorithm")
-    checks.choice(m["dtype"], _NATIVE_DTYPES, "dtype")
+    checks.choice(m["dtype"], NATIVE_DTYPES, "dtype")
     checks.choice(m["signed"], (True, False), "signed")
     checks.string(m["handoff"], "handoff")
     if not isinstance(m["metadata"], dict):
@@ -185,8 +189,9 @@ def read(text: str) -> Manifest:
     _check_pages(runs, layouts)
     ledger = tuple(_spoken(entry, tokens) for entry in checks.entries(m["ledger"], MAX_RUNS, "ledger"))
     read_parts = {"groups": groups, "layouts": layouts, "runs": runs, "ledger": ledger}
-    canary = _canary(m["canary"], covered)
-    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), **read_parts, "canary": canary})
+    canary = manifest_extras.canary(m["canary"], covered)
+    state = manifest_extras.state(table["state"], covered) if stateful else None
+    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), **read_parts, "canary": canary, "state": state})
 
 
 def _check_pages(runs: tuple[Run, ...], layouts: tuple[Layout, ...]) -> None:
@@ -268,25 +273,3 @@ def _spoken(entry: Any, tokens: int) -> tuple[str, int, int]:
     text, start, stop = checks.exactly(checks.entries(entry, 3, "ledger entry"), 3)
     checks.whole(start, 0, tokens - 1, "ledger start")
     return checks.string(text, "ledger text"), start, checks.whole(stop, start + 1, tokens, "ledger stop")
-
-
-def _canary(entry: Any, covered: int) -> Canary | None:
-    if entry is None:
-        return None
-    c = checks.table(entry, Canary, "canary")
-    rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    both = zip(*(checks.entries(c[name], MAX_CANARY_ROWS, f"canary.{name}") for name in ("ids", "logs")), strict=False)
-    for row in both:
-        ids, logs = (checks.entries(part, MAX_CANARY_TOKENS, "canary row") for part in row)
-        rows.append(
-            (
-                tuple(checks.whole(i, 0, MAX_VOCABULARY - 1, "canary id") for i in ids),
-                tuple(checks.whole(log, -100 * UNITS_PER_NAT, 0, "canary log-probability") for log in logs),
-            )
-        )
-        total = sum(math.exp(log / UNITS_PER_NAT) for log in rows[-1][1])
-        if not len(set(ids)) == len(ids) == len(logs) > 0 or sorted(logs, reverse=True) != logs or total > 1.001:
-            raise PackageError("a canary row needs different ids, with log-probabilities of a distribution, descending")
-    if not 1 <= len(rows) == len(c["ids"]) == len(c["logs"]) <= covered:
-        raise PackageError(f"a canary needs at least one row and at most one for each of the {covered} tokens")
-    return Canary(tuple(ids for ids, _ in rows), tuple(logs for _, logs in rows))

@@ -7,7 +7,7 @@ that another conversation shares only in part travels cropped: its further token
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,10 +21,12 @@ from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.manifest import FORMAT, VERSION, Layout, Manifest, PageHead, PartHead, Plane, Run
+from qkvshare_agents.manifest_extras import NATIVE_DTYPES, StateHead, StateTensor
 from qkvshare_agents.memory import Blocks
 from qkvshare_agents.page import Page
 from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
+from qkvshare_agents.snapshot import State, StatePart
 from qkvshare_agents.span import LayerGroup
 
 LIFETIME_MS = 600_000
@@ -53,7 +55,8 @@ class Package:
     """ids: the transcript as far as the sender knows it; `steps` cover the first `covered_tokens` of them.
 
     groups: layers whose KV is alike. ledger: (text, start, stop): what a member said is ids[start:stop]. handoff:
-    the instruction that goes with it. metadata: free strings, e.g. turn, goal. canary: of the covered tokens.
+    the instruction that goes with it. metadata: free strings, e.g. turn, goal. canary: of the covered tokens. state:
+    recurrent state behind all of them, if the model has any; then the canary is of the last tokens read once more.
     """
 
     ids: tuple[int, ...]
@@ -67,56 +70,46 @@ class Package:
     created_ms: int = field(default_factory=lambda: int(time.time() * 1000))
     expires_ms: int = field(default_factory=lambda: int(time.time() * 1000) + LIFETIME_MS)
     canary: Canary | None = None
+    state: State | None = None
 
     @property
     def covered_tokens(self) -> int:
         return sum(step.tokens for step in self.steps)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of the tensors of all pages that travel."""
-        return sum(t.nbytes for step in self.steps if step.page for t in _tensors(step.page))
+    def kv_bytes(self) -> int:
+        """Bytes of the tensors of all pages that travel, and of the state."""
+        pages = sum(t.nbytes for step in self.steps if step.page for t in _tensors(step.page))
+        return pages + (self.state.nbytes if self.state else 0)
 
     def write(self, *, secret: str = "", algorithm: str | None = None) -> Payload:
         """The bytes, in pieces that are the pages' own memory where it is contiguous and on the CPU.
 
         secret: signs them. algorithm: `sha256` or `blake3` (default: the fastest that is installed). Raises
-        PackageError for more tokens than the header may describe.
+        PackageError for more tokens than the header may describe, and for state of a kind that has no place in it.
         """
         algorithm = algorithm or integrity.preferred()
         pages = [[_raw(t) for t in _tensors(step.page)] for step in self.steps if step.page]
         ids = _raw(torch.tensor(self.ids, dtype=torch.int64))
         digests = iter([integrity.digest(algorithm, _padded(page)).hex() for page in pages])
+        state = [_raw(part.tensor) for part in self.state.parts] if self.state else []
         layouts: dict[Layout, int] = {}
         described = Manifest(
             id=self.id, created_ms=self.created_ms, expires_ms=self.expires_ms, fingerprint=self.fingerprint,
             tokens=len(self.ids), runs=tuple(_run(step, digests, layouts) for step in self.steps), ledger=self.ledger,
             handoff=self.handoff, metadata=self.metadata, groups=self.groups, layouts=tuple(layouts),
             dtype=self._dtype, algorithm=algorithm, ids_digest=integrity.digest(algorithm, [ids]).hex(),
-            signed=bool(secret), canary=self.canary,
+            signed=bool(secret), canary=self.canary, state=_state_head(self.state, algorithm, state),
         )  # fmt: skip
         metadata = {"format": FORMAT, "version": VERSION, "manifest": described.to_text()}
         head = container.write_head(container.place(described.tensors()), metadata)
         mac = integrity.mac(algorithm, secret, head)
-        return Payload([head, *_padded([ids, *chain.from_iterable(pages), mac])])
+        return Payload([head, *_padded([ids, *chain.from_iterable(pages), *state, mac])])
 
     @property
     def _dtype(self) -> str:
         parts = chain.from_iterable(step.page.parts for step in self.steps if step.page)
         return next((_NAMES[part.native.dtype] for part in parts if part.native is not None), "F32")
-
-
-def crop(page: Page, tokens: int) -> Page:
-    """The first `tokens` tokens of a page as views of the same bytes, without groups that only later tokens use."""
-    if tokens == page.tokens:
-        return page
-    keys, values = (tuple(_crop(part, tokens) for part in parts) for parts in (page.keys, page.values))
-    return Page(tokens, keys, values, page.hops)
-
-
-def _crop(part: Part, tokens: int) -> Part:
-    head = part.head(tokens)
-    return replace(head, packed=_used_groups(head.packed)) if head.packed else head
 
 
 def inspect(payload: Payload) -> tuple[Contents, Manifest]:
@@ -157,7 +150,7 @@ def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Pa
     )
     return Package(
         ids, steps, described.fingerprint, described.groups, described.ledger, described.handoff, described.metadata,
-        described.id, described.created_ms, described.expires_ms, described.canary,
+        described.id, described.created_ms, described.expires_ms, described.canary, reader.state(),
     )  # fmt: skip
 
 
@@ -203,6 +196,17 @@ class _Reader:
         layout = self.described.layouts[run.page.layout]
         keys, values = (tuple(_part(head, tensors, index) for head in heads) for heads in (layout.keys, layout.values))
         return Page(run.tokens, keys, values, run.page.hops + 1)
+
+    def state(self) -> State | None:
+        head = self.described.state
+        if head is None:
+            return None
+        named = [self._places[name] for name, _, _ in head.table()]
+        self._check(named, head.digest, "the recurrent state is damaged")
+        parts = [StatePart(t.layer, t.name, self._tensor(e)) for t, e in zip(head.tensors, named, strict=True)]
+        if not all(bool(part.tensor.isfinite().all()) for part in parts):
+            raise PackageError("the recurrent state holds NaN or Inf")
+        return State(head.tokens, tuple(parts))
 
     def _check(self, entries: Sequence[Entry], digest: str, wrong: str) -> None:
         places = [self._contents.of(entry) for entry in entries] or [(0, 0)]
@@ -282,11 +286,11 @@ def _plane(encoded: Encoded) -> Plane:
     return Plane(e.bits, e.group, e.group_size, e.rotated, e.dim, e.minimum is not None)
 
 
-def _used_groups(encoded: Encoded) -> Encoded:
-    """Without the groups along tokens that no token of it is in."""
-    e = encoded
-    if e.group != "channel" or e.group_size is None:
-        return e
-    groups = -(-e.tokens // min(e.group_size, e.tokens))
-    minimum = e.minimum if e.minimum is None else e.minimum[..., :groups, :]
-    return Encoded(e.codes, e.scale[..., :groups, :], minimum, e.bits, e.group, e.dim, e.group_size, e.rotated)
+def _state_head(state: State | None, algorithm: str, raw: Sequence[memoryview]) -> StateHead | None:
+    if state is None:
+        return None
+    for part in state.parts:
+        if _NAMES.get(part.tensor.dtype) not in NATIVE_DTYPES or not part.tensor.numel() or not part.tensor.dim():
+            raise PackageError(f"recurrent state can't be moved: {part}")
+    tensors = (StateTensor(p.layer, p.name, _NAMES[p.tensor.dtype], tuple(p.tensor.shape)) for p in state.parts)
+    return StateHead(state.tokens, integrity.digest(algorithm, _padded(raw)).hex(), tuple(tensors))

@@ -7,7 +7,7 @@ group's scale; StreamingLLM, arXiv 2309.17453) stay in native precision.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -151,6 +151,14 @@ class Page:
 EMPTY_PAGE = Page(0, (), ())
 
 
+def crop(page: Page, tokens: int) -> Page:
+    """The first `tokens` tokens of a page as views of the same bytes, without groups that only later tokens use."""
+    if tokens == page.tokens:
+        return page
+    keys, values = (tuple(_crop(part, tokens) for part in parts) for parts in (page.keys, page.values))
+    return Page(tokens, keys, values, page.hops)
+
+
 def keep_native(span: Span) -> Page:
     """A page that copies the tokens as they are: the unfilled page, the residual window, or all of it."""
     return Page(
@@ -175,6 +183,21 @@ def seal(span: Span, precision: Precision, *, starts_sequence: bool) -> Page:
         for bits, layers, tensor in _by_width(block.layers, [pair[1] for pair in pairs], block.values):
             values.append(_sealed(layers, tensor, sinks, _pack_values, bits, precision))
     return Page(span.tokens, tuple(keys), tuple(values))
+
+
+def _crop(part: Part, tokens: int) -> Part:
+    head = part.head(tokens)
+    return replace(head, packed=_used_groups(head.packed)) if head.packed else head
+
+
+def _used_groups(encoded: Encoded) -> Encoded:
+    """Without the groups along tokens that no token of it is in."""
+    e = encoded
+    if e.group != "channel" or e.group_size is None:
+        return e
+    groups = -(-e.tokens // min(e.group_size, e.tokens))
+    minimum = e.minimum if e.minimum is None else e.minimum[..., :groups, :]
+    return Encoded(e.codes, e.scale[..., :groups, :], minimum, e.bits, e.group, e.dim, e.group_size, e.rotated)
 
 
 def _by_width(

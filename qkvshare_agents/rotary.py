@@ -104,7 +104,7 @@ def measure(engine: "Engine") -> Rotary:
         return Rotary(refusal="recurrent state can't be cut or moved")
     limit = min(engine.context_tokens, engine.kv_limit_tokens or engine.context_tokens)
     positions = [0, *(min(p, limit - 2 + i) for i, p in enumerate(_POSITIONS))]
-    caches = [engine.read_alone(position) for position in positions]
+    caches = [_read_alone(engine, position) for position in positions]
     layers: list[Turn | None] = []
     for layer in range(engine.shape.layers if engine.takes_positions else 1):
         alone = [(keys[:, -1:], values[:, -1:]) for keys, values in (kv.layer(layer) for kv in caches)]
@@ -123,6 +123,23 @@ def of_stored(engine: "Engine") -> Rotary:
     return measure(engine)
 
 
+def _read_alone(engine: "Engine", position: int) -> KVCache:
+    """KV of a token that is read at `position` behind nothing; behind others if the model counts by itself."""
+    assert engine.shape is not None
+    token, kv = engine.probe_ids(2)[1], KVCache(engine.shape)
+    run = engine.begin(kv)
+    if engine.takes_positions:
+        run.tokens = position
+    engine.feed(run, [token] if engine.takes_positions else [token] * (position + 1))
+    return kv
+
+
+def _frequencies(engine: "Engine") -> list[tuple[float, ...]]:
+    """The different sets of rotary frequencies that the model holds, longest first."""
+    found = {tuple(b.float().tolist()) for name, b in engine.model.named_buffers() if "inv_freq" in name}
+    return sorted(found, key=lambda frequencies: (-len(frequencies), frequencies))
+
+
 def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
     """The rotation that leads from (keys, values) [H, 1, D] at the first position to those at the others."""
     (keys, values), tolerance = alone[0], _TOLERANCE.get(alone[0][0].dtype, _COARSE)
@@ -138,7 +155,7 @@ def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions
                     return False
         return True
 
-    candidates = (t for f in engine.rotary_frequencies() for t in _turns(f, keys.shape[-1], values.shape[-1]))
+    candidates = (t for f in _frequencies(engine) for t in _turns(f, keys.shape[-1], values.shape[-1]))
     for turn in (None, *candidates):
         if fits(turn):
             return turn

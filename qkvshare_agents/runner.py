@@ -14,7 +14,6 @@ from qkvshare_agents.codec import kernels_name
 from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import canary_of
 from qkvshare_agents.encoder import Ids
-from qkvshare_agents.engine import Run
 from qkvshare_agents.errors import Cancelled, CodecError, UnsupportedModel
 from qkvshare_agents.fitter import whole
 from qkvshare_agents.identity import without_adapters
@@ -27,8 +26,10 @@ from qkvshare_agents.planner import Mode, plan, stale_after
 from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.residents import Key
+from qkvshare_agents.run import Run
+from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.speech import Speech
-from qkvshare_agents.start import Start
+from qkvshare_agents.start import Start, with_state
 from qkvshare_agents.summary import Summaries
 from qkvshare_agents.transcript import Prompt, ledger_keys
 from qkvshare_agents.turn import Answer, Turn
@@ -60,20 +61,40 @@ class Runner:
         self._composer.lay_in(ids, kv, owners, why)
 
     def expected(
-        self, runs: Iterable[tuple[Page, int]], ids: Sequence[int], count: int, *, apart: bool = False
+        self,
+        runs: Iterable[tuple[Page, int]],
+        ids: Sequence[int],
+        count: int,
+        state: Snapshot | None = None,
+        *,
+        apart: bool = False,
     ) -> Tensor:
         """Logits [count, V] behind each of the last `count` of `ids`, whose KV `runs` hold: read again behind it.
 
-        apart: in a cache of its own, so that the working cache keeps what it has.
+        state: what is behind all of `ids`; as it can't be cut, the last ones are read once more then. apart: in a cache
+        of its own, so that the working cache keeps what it has.
         """
         shape = self._host.engine.shape
         assert shape is not None
-        kv = KVCache(shape) if apart else self._working_cache(len(ids))
+        kv = KVCache(shape) if apart else self._working_cache(len(ids) + count)
         kv.load(runs)
-        kv.crop(len(ids) - count)
+        kv.state = state
+        if state is None:
+            kv.crop(len(ids) - count)
+        return self._said(kv, ids[-count:])
+
+    def expected_natively(self, ids: Sequence[int], count: int, state: Snapshot) -> Tensor | None:
+        """The same behind the KV that the last turn computed; None if the working cache has no such KV any more."""
+        kv = self.native(ids)
+        if kv is None or len(self._held) != len(ids):
+            return None
+        kv.state = state
+        return self._said(kv, ids[-count:])
+
+    def _said(self, kv: KVCache, ids: Sequence[int]) -> Tensor:
         engine = self._host.engine
         with nullcontext() if self._speaks_plainly() else without_adapters(engine.model):
-            return engine.logits(kv, ids[-count:], count)
+            return engine.logits(kv, ids, len(ids))
 
     def _speaks_plainly(self) -> bool:
         """Whether what the model says is what its KV's fingerprint stands for: no adapter changes the end alone."""
@@ -178,10 +199,8 @@ class Runner:
         match = store.match(ids, access.readers)
         found, state = match.agreeing, None
         hidden = access.readers is not None and store.stored_tokens(ids) > found
-        while engine.has_state and match.tokens and (state is None or match.tokens < state.tokens):
-            state = self._host.snapshots.longest(ids[: match.tokens])
-            match = match.head(state.tokens if state else 0)
-        state = state if match.tokens else None
+        if engine.has_state:
+            match, state = with_state(match, ids, self._host.snapshots)
         hops = max((page.hops for page, _ in match.runs), default=0)
         stale = stale_after(hops, self._host.settings.refresh_every) if match.tokens else None
         if stale:
@@ -252,7 +271,7 @@ class Runner:
             return (f"KV of this turn was not kept: {error}",)
         self._host.residents.note_turn(_key(turn), fed, sealed_tokens)
         self._composer.keep(start, fed, prompt, turn)
-        if start.assembly is None and self._speaks_plainly():
+        if start.assembly is None and self._speaks_plainly() and not self._host.engine.has_state:
             self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
         if state := self._host.engine.snapshot(start.run):
             start.snapshots[len(fed)] = state

@@ -7,11 +7,10 @@ both sides, so that only what the receiver lacks needs to travel, and another te
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 
-from qkvshare_agents.access import Readers
-from qkvshare_agents.package import Step, crop
-from qkvshare_agents.page import Page
+from qkvshare_agents.package import Step
+from qkvshare_agents.page import Page, crop
 from qkvshare_agents.page_store import PageStore
-from qkvshare_agents.prefix_tree import Node, chained_key, path, remove
+from qkvshare_agents.prefix_tree import Match, Node, chained_key, path, remove
 
 
 class SharedPageStore(PageStore):
@@ -46,15 +45,13 @@ class SharedPageStore(PageStore):
         whole = (n for n in zip(match.nodes, match.pages, strict=True) if n[0].sealed and n[0].end <= match.tokens)
         return tuple(node.key if page.holds(layers) else bare_key(node.key) for node, page in whole)
 
-    def steps(self, ids: Sequence[int], have: Collection[bytes], readers: Readers | None = None) -> tuple[Step, ...]:
-        """The stored prefix of `ids` that `readers` may read (None: all); pages of sealed runs whose address is in
-        `have` are left out.
+    def steps(self, match: Match, have: Collection[bytes]) -> tuple[Step, ...]:
+        """What was found, without pages of sealed runs whose address is in `have`.
 
         A page of which only the first tokens are used goes out cropped to these.
         """
         steps: list[Step] = []
         parent_key = self._root.key
-        match = self.match(ids, readers)
         for node, (page, tokens) in zip(match.nodes, match.runs, strict=True):
             key = chained_key(parent_key, node.ids[:tokens])
             unseen = self.window is not None and not self.window.sees(node.start, node.end, (match.tokens,))

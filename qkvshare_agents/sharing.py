@@ -163,7 +163,7 @@ class SharingHost(Host):
 
     def _key(self, settled: Sequence[int]) -> str:
         """A name for what was said so far; the same text has other ids where it was not generated."""
-        text = self.engine.template.encoder.decode(settled, keep_special=True)
+        text = self.engine.template.encoder.decode(settled)  # a special token in an answer is not in its text
         return hmac.new(self.settings.secret.encode(), self.store.root_key + text.encode(), "sha256").hexdigest()
 
     def _named(self, owner: str) -> str:

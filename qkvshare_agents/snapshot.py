@@ -6,7 +6,7 @@ copied at the end of every turn and before every cue, where the next member or a
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from qkvshare_agents.encoder import Ids
+from qkvshare_agents.errors import PackageError
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,74 @@ class Snapshot:
         return 2 * sum(tensor.numel() for tensor in tensors_in(self.layers))
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """One tensor of a recurrent layer's state. layer: counted among those that have one. name: where it stands in the
+    layer's fields, `conv_states.0`."""
+
+    layer: int
+    name: str
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{self.name} of layer {self.layer}: {dtype} {list(self.tensor.shape)}"
+
+
+@dataclass(frozen=True)
+class State:
+    """What of a snapshot behind `tokens` tokens can move: its tensors, in the order of layers and fields."""
+
+    tokens: int
+    parts: tuple[StatePart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.tensor.nbytes for part in self.parts)
+
+
+def taken_apart(snapshot: Snapshot) -> State:
+    parts = (StatePart(i, name, t) for i, layer in enumerate(snapshot.layers) for name, t in _named(layer))
+    return State(snapshot.tokens, tuple(parts))
+
+
+def put_together(state: State, like: Snapshot) -> Snapshot:
+    """A snapshot of copies of `state`'s tensors; everything else is taken from `like`, of the same model.
+
+    Raises PackageError if names, shapes or dtypes are not those of `like`.
+    """
+    came, own = (list(map(str, some.parts)) for some in (state, taken_apart(like)))
+    if came != own:
+        theirs, ours = next(
+            ((a, b) for a, b in zip(came, own, strict=False) if a != b), (f"{len(came)}", f"{len(own)}")
+        )
+        raise PackageError(f"the package's recurrent state is another than this model's: {theirs}, not {ours}")
+    tensors = iter([part.tensor for part in state.parts])
+    return Snapshot(state.tokens, tuple(_filled(layer, tensors) for layer in like.layers))
+
+
+def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, part in inner:
+        yield from _named(part, f"{name}.{key}" if name else str(key))
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same containers with every tensor replaced, on the device of the old one."""
+    if isinstance(value, Tensor):
+        return next(tensors).to(value.device, copy=True)
+    if isinstance(value, Mapping):
+        return {key: _filled(part, tensors) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_filled(part, tensors) for part in value)
+    return value
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested containers."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    return [tensor for _, tensor in _named(value)]
 
 
 def copied(value: Any) -> Any:
@@ -84,6 +147,11 @@ class SnapshotStore:
             best = max(found, key=len)
             self._kept.move_to_end(best)
             return self._kept[best]
+
+    def holds(self, ids: Sequence[int]) -> bool:
+        """Whether there is a snapshot that has read exactly `ids`."""
+        with self._lock:
+            return tuple(ids) in self._kept
 
     def clear(self) -> None:
         with self._lock:

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from qkvshare_agents.assembly import Assembly
 from qkvshare_agents.encoder import Ids
-from qkvshare_agents.engine import Run
 from qkvshare_agents.page import Page
 from qkvshare_agents.planner import Plan
 from qkvshare_agents.prefix_tree import NO_MATCH, Match
+from qkvshare_agents.run import Run
 from qkvshare_agents.shared_store import SharedPageStore
-from qkvshare_agents.snapshot import Snapshot
+from qkvshare_agents.snapshot import Snapshot, SnapshotStore
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,12 @@ class Start:
         kv = self.run.kv
         tokens = self.plan.reused_tokens
         return kv.shape.fp16_bytes(tokens) + (self.state.fp16_bytes if self.state else 0) if kv else 0
+
+
+def with_state(match: Match, ids: Ids, snapshots: SnapshotStore) -> tuple[Match, Snapshot | None]:
+    """As much of the match of `ids` as there is recurrent state behind, and that state."""
+    state: Snapshot | None = None
+    while match.tokens and (state is None or match.tokens < state.tokens):
+        state = snapshots.longest(ids[: match.tokens])
+        match = match.head(state.tokens if state else 0)
+    return match, state if match.tokens else None

@@ -4,9 +4,11 @@ import sys
 import time
 from pathlib import Path
 
-from support import tiny_engine
+from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents.courier import Courier
+from qkvshare_agents.engine import Engine
+from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message
@@ -19,8 +21,9 @@ TASK = Message(
 )
 
 
-def open_host(**settings: object) -> Host:
-    host = Host(HostSettings("tiny", **{"precision": "native", "secret": SECRET, **settings}), tiny_engine())
+def open_host(family: str = "", **settings: object) -> Host:
+    engine = Engine(families.tiny_model(family), tiny_tokenizer()) if family else tiny_engine()
+    host = Host(HostSettings("tiny", **{"precision": "native", "secret": SECRET, **settings}), engine)
     for name in "ab":
         host.roster.learn("", name, f"You are {name}, and you say what {name} says.")
     return host
@@ -30,9 +33,9 @@ def turn(host: Host, name: str, *messages: Message, **fields: object) -> Turn:
     return Turn(host.roster.members("")[name], "", messages, Sampling(max_tokens=60), **fields)
 
 
-def main(folder: str, task: str) -> None:
+def main(folder: str, task: str, family: str = "") -> None:
     """`send`: answer as `a` and print the key and the answer. `hang`: stop while the package is being written."""
-    host = open_host()
+    host = open_host(family)
     transport = ShmTransport(folder)
     answer = Message("assistant", host.submit(turn(host, "a", TASK)).result().text, "a")
     if task == "hang":

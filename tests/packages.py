@@ -11,6 +11,7 @@ from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.package import Package, Step
 from qkvshare_agents.page import Page, Precision, keep_native, seal
 from qkvshare_agents.prefix_tree import chained_key
+from qkvshare_agents.snapshot import State, StatePart
 from qkvshare_agents.span import Block, LayerGroup, Span
 
 SECRET = "a secret that both sides were given"
@@ -41,6 +42,16 @@ def pages(precision: Precision, count: int = 2, open_tokens: int = 5) -> list[Pa
     groups = MIXED_GROUPS if precision.widths else GROUPS
     sealed = [seal(kv(precision.page_size, groups, i), precision, starts_sequence=i == 0) for i in range(count)]
     return [*sealed, keep_native(kv(open_tokens, groups, count))]
+
+
+def state(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> State:
+    """Of two layers: one with both kinds of state, one with a convolution only."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((0, "conv_states.0", (1, 3, 4)), (0, "recurrent_states.0", (1, 2, 3, 5)), (1, "conv_states.0", (1, 3, 4)))
+    return State(
+        tokens,
+        tuple(StatePart(i, name, torch.randn(shape, generator=generator).to(dtype)) for i, name, shape in shapes),
+    )
 
 
 def package(made: list[Page], *, omit: tuple[int, ...] = (), extra_ids: int = 2, **fields: object) -> Package:
@@ -95,7 +106,23 @@ def second_reader(data: bytes, secret: str = SECRET) -> dict[str, object]:
                 rows = _second_part(*read, manifest["dtype"], body, place)
                 kept.update({(letter, layer): row for layer, row in zip(part["layers"], rows, strict=True)})
         found.append(kept)
-    return {"ids": ids, "pages": found, "manifest": manifest}
+    state = _second_state(manifest, header, body) if "state" in manifest else None
+    return {"ids": ids, "pages": found, "manifest": manifest, "state": state}
+
+
+def _second_state(manifest, header, body) -> dict[tuple[int, str], list[float]]:
+    """Flat numbers by layer and name."""
+    said = manifest["state"]
+    assert said["tokens"] == sum(run["tokens"] for run in manifest["runs"])
+    entries = [header[f"s{number}"] for number in range(len(said["tensors"]))]
+    first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]
+    assert hashlib.sha256(body[first:last]).hexdigest() == said["digest"]
+    found = {}
+    for entry, tensor in zip(entries, said["tensors"], strict=True):
+        assert (entry["dtype"], entry["shape"]) == (tensor["dtype"], tensor["shape"])
+        code, raw = {"F32": "f", "F16": "e"}[tensor["dtype"]], body[slice(*entry["data_offsets"])]
+        found[tensor["layer"], tensor["name"]] = [value for (value,) in struct.iter_unpack("<" + code, raw)]
+    return found
 
 
 def _second_part(prefix, part, tokens, heads, dim, dtype, body, place):

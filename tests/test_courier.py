@@ -223,13 +223,15 @@ def test_models_that_differ_are_text(tmp_path) -> None:
     assert isinstance(HostSettings("x", secret="y" * 16), HostSettings)
 
 
-@pytest.mark.parametrize("task", ["send", "hang"])
-def test_the_sender_is_another_process_and_is_killed(tmp_path, task: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "family"), [("send", ""), ("hang", ""), ("send", "lfm2"), ("send", "mamba2"), ("send", "falcon_h1")]
+)
+def test_the_sender_is_another_process_and_is_killed(tmp_path, task: str, family: str) -> None:
     """After it published: the package is whole, and is used. Before: nothing is there, and the text is read."""
     folder = tmp_path / "packages"
     here = Path(__file__).parent
     child = subprocess.Popen(
-        [sys.executable, str(here / "courier_child.py"), str(folder), task],
+        [sys.executable, str(here / "courier_child.py"), str(folder), task, family],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -241,7 +243,7 @@ def test_the_sender_is_another_process_and_is_killed(tmp_path, task: str) -> Non
         child.kill()
         child.wait()
         child.stdout.close()
-    b, alone = open_host(), open_host(handoff=False)
+    b, alone = open_host(family), open_host(family, handoff=False)
     first = spoken(alone, "a", TASK)
     transport = ShmTransport(folder)
     arrival = Courier(b, transport, deadline_ms=LONG_MS).receive(line if task == "send" else "0" * 32)

@@ -58,6 +58,19 @@ def test_handoff_says_the_same_as_text_replay() -> None:
     assert all("switched off" in r.reasons[0] for r in without.reports)
 
 
+@pytest.mark.parametrize("packed_history", [False, True])
+def test_answers_longer_than_the_room_that_was_made_for_them(packed_history: bool) -> None:
+    """The working cache grows within a forward then, and the next turn writes into it."""
+    h = ScriptedHost(lambda _: "word " * 900, packed_history=packed_history)
+    messages = [TASK]
+    for name in "ab":
+        member = h.roster.learn("", name, f"You are {name}.")
+        answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=900))).result()
+        messages.append(Message("assistant", answer.text, name))
+    assert h.modes == ["TEXT", "KV"] and h.reports[0].generated_tokens == 900
+    h.assert_exact()
+
+
 @pytest.mark.parametrize("layout", ["relay", "stock"])
 def test_sampled_turns_repeat_for_a_seed(layout: str) -> None:
     first, second = host(layout=layout), host(layout=layout, handoff=False)

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from packages import PRECISIONS, SECRET, flat, package, pages
+from packages import PRECISIONS, SECRET, flat, package, pages, state
 from typer.testing import CliRunner
 
 from qkvshare_agents import inspection
@@ -32,6 +32,14 @@ def invoke(*arguments: str, code: int = 0, **env: str) -> str:
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(shm, "default_directory", lambda: tmp_path / "packages")
     return tmp_path / "packages"
+
+
+def test_recurrent_state_is_described(tmp_path) -> None:
+    path = tmp_path / "package.qkv"
+    path.write_bytes(flat(sent(state=state(37)).write()))
+    described = json.loads(invoke("inspect", str(path), "--json"))
+    assert described["state"][1] == {"layer": 0, "name": "recurrent_states.0", "dtype": "F32", "shape": [1, 2, 3, 5]}
+    assert "recurrent state of 2 layers in 3 tensors" in invoke("inspect", str(path))
 
 
 def test_a_file_is_described(tmp_path) -> None:

@@ -15,7 +15,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packages import FINGERPRINT, GROUPS, MIXED_GROUPS, PRECISIONS, SECRET, flat, kv, package, pages, second_reader
+from packages import (
+    FINGERPRINT,
+    GROUPS,
+    MIXED_GROUPS,
+    PRECISIONS,
+    SECRET,
+    flat,
+    kv,
+    package,
+    pages,
+    second_reader,
+    state,
+)  # fmt: skip
 from support import stacked
 
 from qkvshare_agents import container, integrity, manifest
@@ -23,10 +35,11 @@ from qkvshare_agents import package as package_module
 from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import CodecError, InvalidSetting, PackageError
 from qkvshare_agents.memory import Blocks
-from qkvshare_agents.package import Package, crop, inspect, read
-from qkvshare_agents.page import Page, Precision, keep_native, seal
+from qkvshare_agents.package import Package, inspect, read
+from qkvshare_agents.page import Page, Precision, crop, keep_native, seal
 from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
+from qkvshare_agents.snapshot import State, StatePart
 from qkvshare_agents.span import LayerGroup
 
 FUZZ = int(os.environ.get("QKVSHARE_FUZZ", "1500"))  # examples per fuzzing test
@@ -34,7 +47,9 @@ ALGORITHMS = [
     "sha256",
     pytest.param("blake3", marks=pytest.mark.skipif(integrity.preferred() != "blake3", reason="blake3 not installed")),
 ]
-SMALL = flat(package(pages(PRECISIONS[1], count=1, open_tokens=1)).write(secret=SECRET, algorithm="sha256"))
+_SMALL_PACKAGE = package(pages(PRECISIONS[1], count=1, open_tokens=1))
+SMALL = flat(_SMALL_PACKAGE.write(secret=SECRET, algorithm="sha256"))
+SMALL_WITH_STATE = flat(replace(_SMALL_PACKAGE, state=state(17)).write(secret=SECRET, algorithm="sha256"))
 
 
 def opened(page: Page) -> dict[tuple[str, int], torch.Tensor]:
@@ -65,6 +80,12 @@ def assert_same(a: Package, b: Package) -> None:
             assert theirs.page.hops == mine.page.hops + 1
             assert theirs.page.nbytes <= mine.page.nbytes
             assert_opens_alike(mine.page, theirs.page)
+    assert (a.state is None) == (b.state is None)
+    if a.state and b.state:
+        assert [(a.state.tokens, p.layer, p.name) for p in a.state.parts] == [
+            (b.state.tokens, p.layer, p.name) for p in b.state.parts
+        ]
+        assert all(torch.equal(p.tensor, q.tensor) for p, q in zip(a.state.parts, b.state.parts, strict=True))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -77,6 +98,47 @@ def test_what_is_written_is_read(precision: Precision, secret: str, algorithm: s
     assert_same(sent, read(Payload([flat(payload)]), secret=secret))
     halves = [flat(payload)[i : i + 100] for i in range(0, payload.nbytes, 100)]  # borders inside of tensors
     assert_same(sent, read(Payload(halves), secret=secret))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_state_goes_along(dtype: torch.dtype, algorithm: str) -> None:
+    sent = package(pages(PRECISIONS[1]), state=state(37, dtype=dtype))
+    without = replace(sent, state=None)
+    payload = sent.write(secret=SECRET, algorithm=algorithm)
+    assert_same(sent, read(Payload([flat(payload)]), secret=SECRET))
+    assert sent.kv_bytes == without.kv_bytes + sent.state.nbytes
+    contents, _ = inspect(payload)
+    assert all(e.start % 64 == 0 for e in contents.entries if not container.is_padding(e))
+    alone = package([Page(16, (), ()), Page(5, (), ())], groups=(), state=state(21))  # no layer has KV
+    got = read(alone.write())
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(alone.state.parts, got.state.parts, strict=True))
+    assert [step.page.tokens for step in got.steps] == [16, 5]
+
+
+def test_a_package_without_state_is_what_it_was_before_there_was_any() -> None:
+    _, described = inspect(Payload([SMALL]))
+    assert '"state"' not in described.to_text() and described.state is None
+
+
+@pytest.mark.parametrize("bad", ["int64", "no axis", "nothing in it", "twice"])
+def test_state_that_has_no_place_in_a_package_is_not_written(bad: str) -> None:
+    made = state(37)
+    tensor = {
+        "int64": torch.zeros(3, dtype=torch.int64), "no axis": torch.tensor(1.0), "nothing in it": torch.zeros(1, 0),
+        "twice": torch.zeros(1, 3, 4),
+    }[bad]  # fmt: skip
+    parts = (*made.parts, replace(made.parts[-1], name="conv_states.0" if bad == "twice" else "more", tensor=tensor))
+    with pytest.raises(PackageError, match="state"):
+        read(package(pages(PRECISIONS[1]), state=replace(made, parts=parts)).write())
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_state_with_nan_is_refused(number: float) -> None:
+    made = state(37)
+    made.parts[1].tensor.view(-1)[7] = number
+    with pytest.raises(PackageError, match="recurrent state holds NaN"):
+        read(package(pages(PRECISIONS[1]), state=made).write())
 
 
 def test_pages_may_lack_layers_or_all_of_them() -> None:
@@ -114,6 +176,13 @@ def test_the_second_reader_agrees(precision: Precision) -> None:
         for which, rows in theirs.items():
             expected = torch.tensor(rows, dtype=torch.float32)
             torch.testing.assert_close(mine[which], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_second_reader_agrees_on_state(dtype: torch.dtype) -> None:
+    sent = package(pages(PRECISIONS[1]), state=state(37, dtype=dtype))
+    seen = second_reader(flat(sent.write(secret=SECRET, algorithm="sha256")))["state"]
+    assert seen == {(part.layer, part.name): part.tensor.float().view(-1).tolist() for part in sent.state.parts}
 
 
 def test_safetensors_reads_it_too(tmp_path) -> None:
@@ -244,6 +313,19 @@ def test_golden_bytes() -> None:
     assert got.canary == GOLDEN.canary
 
 
+def test_golden_bytes_with_state() -> None:
+    data = (Path(__file__).parent / "golden" / "package-2-state.safetensors").read_bytes()
+    parts = (
+        StatePart(0, "conv_states.0", torch.tensor([[[1.0, -2.0, 3.0]]])),
+        StatePart(0, "recurrent_states.0", torch.tensor([[0.5, 0.25]], dtype=torch.bfloat16)),
+    )
+    sent = replace(golden(), state=State(1, parts))
+    assert flat(sent.write(secret=SECRET, algorithm="sha256")) == data
+    got = read(Payload([data]), secret=SECRET, now_ms=1_700_000_000_001)
+    assert got.state.tokens == 1 and list(map(str, got.state.parts)) == list(map(str, parts))
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(got.state.parts, parts, strict=True))
+
+
 def test_format_version_and_kind_are_refused_by_name() -> None:
     def with_metadata(**fields: str) -> Payload:
         contents, _ = inspect(Payload([SMALL]))
@@ -283,20 +365,19 @@ def test_expired_and_future_packages_are_refused() -> None:
 # -- damage ------------------------------------------------------------------------------------------------------
 
 
-def test_truncation_at_every_byte() -> None:
-    for stop in range(len(SMALL)):
+@pytest.mark.parametrize("small", [SMALL, SMALL_WITH_STATE], ids=["pages", "state"])
+def test_truncation_at_every_byte(small: bytes) -> None:
+    for stop in range(len(small)):
         with pytest.raises(PackageError):
-            read(Payload([SMALL[:stop]]), secret=SECRET)
+            read(Payload([small[:stop]]), secret=SECRET)
     with pytest.raises(PackageError):
-        read(Payload([SMALL + b"\0"]), secret=SECRET)
+        read(Payload([small + b"\0"]), secret=SECRET)
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_a_flipped_bit_anywhere_is_found(secret: str) -> None:
-    """Header, manifest, ids, codes, scales, padding, MAC: one bit of every byte."""
-    data = bytearray(
-        flat(package(pages(PRECISIONS[1], count=1, open_tokens=1)).write(secret=secret, algorithm="sha256"))
-    )
+    """Header, manifest, ids, codes, scales, state, padding, MAC: one bit of every byte."""
+    data = bytearray(flat(replace(_SMALL_PACKAGE, state=state(17)).write(secret=secret, algorithm="sha256")))
     for index in range(len(data)):
         data[index] ^= 1 << index % 8
         with pytest.raises(PackageError):
@@ -309,7 +390,8 @@ def test_a_flipped_bit_anywhere_is_found(secret: str) -> None:
 @given(st.data())
 def test_mutated_packages_are_refused_or_the_same(data: st.DataObject) -> None:
     """Any edit: the reader raises PackageError and nothing else."""
-    mutated = bytearray(SMALL)
+    small = data.draw(st.sampled_from([SMALL, SMALL_WITH_STATE]))
+    mutated = bytearray(small)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(mutated) - 1))
         kind = data.draw(st.sampled_from(["set", "cut", "insert", "repeat"]))
@@ -325,7 +407,7 @@ def test_mutated_packages_are_refused_or_the_same(data: st.DataObject) -> None:
             mutated[at:at] = mutated[at : at + data.draw(st.integers(1, 200))]
         if not mutated:
             break
-    if bytes(mutated) == SMALL:
+    if bytes(mutated) == small:
         return
     with pytest.raises(PackageError):
         read(Payload([bytes(mutated)]), secret=SECRET)
@@ -335,7 +417,8 @@ def test_mutated_packages_are_refused_or_the_same(data: st.DataObject) -> None:
 @given(st.data())
 def test_headers_edited_by_someone_with_the_secret(data: st.DataObject) -> None:
     """Past the MAC, too: PackageError, or a package that says what its bytes say."""
-    contents, _ = inspect(Payload([SMALL]))
+    small = data.draw(st.sampled_from([SMALL, SMALL_WITH_STATE]))
+    contents, _ = inspect(Payload([small]))
     text = bytearray(contents.head[8:].rstrip())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(text) - 1))
@@ -344,10 +427,10 @@ def test_headers_edited_by_someone_with_the_secret(data: st.DataObject) -> None:
     head = header(bytes(text))
     mac = integrity.mac("sha256", SECRET, head)
     try:
-        got = read(Payload([head, SMALL[len(contents.head) : -32], mac]), secret=SECRET)
+        got = read(Payload([head, small[len(contents.head) : -32], mac]), secret=SECRET)
     except PackageError:
         return
-    assert got.ids == read(Payload([SMALL]), secret=SECRET).ids
+    assert got.ids == read(Payload([small]), secret=SECRET).ids
 
 
 @settings(max_examples=300, deadline=None)
@@ -446,6 +529,28 @@ EDITS = {
     "an axis of zero": lambda m, e: e[0].__setitem__(2, [0]),
     "a terabyte": lambda m, e: e[0].__setitem__(2, [2**40]),
 }
+STATE_EDITS = {
+    "null": lambda m, e: m.update(state=None),
+    "none, with its tensors there": lambda m, e: m.pop("state"),
+    "no tensors": lambda m, e: m["state"].update(tensors=[]),
+    "an unknown field": lambda m, e: m["state"].update(flags=1),
+    "another position": lambda m, e: m["state"].update(tokens=36),
+    "a position that is a bool": lambda m, e: m["state"].update(tokens=True),
+    "behind more tokens than there are": lambda m, e: m["state"].update(tokens=38),
+    "another digest": lambda m, e: m["state"].update(digest="0" * 64),
+    "another dtype": lambda m, e: m["state"]["tensors"][0].update(dtype="F16"),
+    "whole numbers": lambda m, e: m["state"]["tensors"][0].update(dtype="I64"),
+    "another shape": lambda m, e: m["state"]["tensors"][0].update(shape=[1, 3, 5]),
+    "an axis of zero": lambda m, e: m["state"]["tensors"][0].update(shape=[1, 0, 5]),
+    "no axis": lambda m, e: m["state"]["tensors"][0].update(shape=[]),
+    "many axes": lambda m, e: m["state"]["tensors"][0].update(shape=[1] * 9),
+    "a terabyte": lambda m, e: m["state"]["tensors"][0].update(shape=[2**40]),
+    "a tensor twice": lambda m, e: m["state"]["tensors"][2].update(layer=0),
+    "a layer that is none": lambda m, e: m["state"]["tensors"][0].update(layer=-1),
+    "a name without end": lambda m, e: m["state"]["tensors"][0].update(name="x" * 65),
+    "no name": lambda m, e: m["state"]["tensors"][0].update(name=""),
+    "a name that is a number": lambda m, e: m["state"]["tensors"][0].update(name=3),
+}
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
@@ -454,6 +559,14 @@ def test_a_signed_lie_is_refused(edit) -> None:
     read(resigned(lambda m, e: None), secret=SECRET)
     with pytest.raises(PackageError):
         read(resigned(edit), secret=SECRET)
+
+
+@pytest.mark.parametrize("edit", STATE_EDITS.values(), ids=STATE_EDITS)
+def test_a_signed_lie_about_state_is_refused(edit) -> None:
+    sent = package(pages(PRECISIONS[1]), state=state(37))
+    read(resigned(lambda m, e: None, sent), secret=SECRET)
+    with pytest.raises(PackageError):
+        read(resigned(edit, sent), secret=SECRET)
 
 
 BAD_SCALES = [float("nan"), float("inf"), -1.0, 0.0, 2.0**-20, 60000.0]

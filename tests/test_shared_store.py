@@ -33,7 +33,7 @@ def counting(count: int, first: int = 0) -> Ids:
 
 
 def move(sender: Store, receiver: Store, ids: Ids, have: bool = True) -> tuple[Step, ...]:
-    steps = sender.steps(ids, receiver.held(ids) if have else ())
+    steps = sender.steps(sender.match(ids), receiver.held(ids) if have else ())
     assert receiver.fits(ids, steps)
     receiver.graft(ids, steps)
     return steps
@@ -96,9 +96,9 @@ def test_only_what_may_be_read_goes_out() -> None:
     a = Store()
     ids = counting(64)
     a.extend(ids, 32, 64, lambda start, stop, sealed: page_of(kv_of(ids)[start:stop]), ("mine",))
-    assert a.steps(ids, (), frozenset({"other"})) == ()
-    assert [step.tokens for step in a.steps(ids, (), frozenset({"mine"}))] == [32, 32]
-    assert [step.tokens for step in a.steps(ids, ())] == [32, 32]
+    assert a.steps(a.match(ids, frozenset({"other"})), ()) == ()
+    assert [step.tokens for step in a.steps(a.match(ids, frozenset({"mine"})), ())] == [32, 32]
+    assert [step.tokens for step in a.steps(a.match(ids), ())] == [32, 32]
 
 
 def test_own_pages_stay() -> None:
@@ -107,7 +107,7 @@ def test_own_pages_stay() -> None:
     a.put(ids)
     b.put(ids)
     mine = b.match(ids).nodes[0].page
-    b.graft(ids, a.steps(ids, ()))
+    b.graft(ids, a.steps(a.match(ids), ()))
     assert b.match(ids).nodes[0].page is mine
     assert b.page_count == 2
 
@@ -116,8 +116,8 @@ def test_pages_that_are_gone_end_what_comes_over() -> None:
     a, b = Store(), Store()
     ids = counting(128)
     a.put(ids)
-    have = [step.key for step in a.steps(ids, ())][:2]  # b said so, and has lost them since
-    assert b.graft(ids, a.steps(ids, have)) == 0
+    have = [step.key for step in a.steps(a.match(ids), ())][:2]  # b said so, and has lost them since
+    assert b.graft(ids, a.steps(a.match(ids), have)) == 0
     assert b.page_count == 0
 
 
@@ -147,16 +147,16 @@ def test_another_root_fits_nowhere() -> None:
     a, b = Store(b"tenant a"), Store(b"tenant b")
     ids = counting(64)
     a.put(ids)
-    assert not b.fits(ids, a.steps(ids, ()))
-    assert not a.fits(counting(64, 1), a.steps(ids, ()))
-    assert not {step.key for step in a.steps(ids, ())} & set(b.held(ids))
+    assert not b.fits(ids, a.steps(a.match(ids), ()))
+    assert not a.fits(counting(64, 1), a.steps(a.match(ids), ()))
+    assert not {step.key for step in a.steps(a.match(ids), ())} & set(b.held(ids))
 
 
 def test_a_receiver_without_room_keeps_what_fits() -> None:
     a, b = Store(), Store(budget_bytes=32 * 16 * 2)
     ids = counting(128)
     a.put(ids)
-    assert b.graft(ids, a.steps(ids, ())) == 64
+    assert b.graft(ids, a.steps(a.match(ids), ())) == 64
     assert b.nbytes <= b.budget_bytes
     assert_right(b.match(ids), ids)
 

@@ -9,12 +9,14 @@ import pytest
 from courier_child import SECRET, TASK
 from scripted import ScriptedHost
 from servers import free_port, valkey  # noqa: F401
-from support import tiny_engine
+from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents import registry
 from qkvshare_agents.access import Access
 from qkvshare_agents.courier import Courier
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import HostConflict, InvalidSetting
+from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.sharing import SharingHost
@@ -40,9 +42,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def open_host(**settings: object) -> Host:
+def open_host(family: str = "", **settings: object) -> Host:
     kind = SharingHost if settings.get("share", "shm") else Host
-    host = kind(HostSettings("tiny", **{"precision": "native", "share": "shm", **settings}), tiny_engine())
+    engine = Engine(families.tiny_model(family), tiny_tokenizer()) if family else tiny_engine()
+    host = kind(HostSettings("tiny", **{"precision": "native", "share": "shm", **settings}), engine)
     for name in NAMES:
         host.roster.learn("", name, f"You are {name}, and you say what {name} says.")
     return host
@@ -64,12 +67,16 @@ def modes(host: Host) -> list[str]:
     return [report.mode.value for report in host.reports]
 
 
-@pytest.mark.parametrize("where", ["shm", "redis"])
-def test_a_conversation_over_three_processes(where: str, folder: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("where", "family"), [("shm", ""), ("redis", ""), ("shm", "qwen3_5_text"), ("shm", "mamba"), ("redis", "falcon_h1")]
+)
+def test_a_conversation_over_three_processes(
+    where: str, family: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
     place = {"share": "shm"}
     if where == "redis":
         place = {"share": request.getfixturevalue("valkey"), "secret": SECRET}
-    apart, alone = {name: open_host(**place) for name in NAMES}, open_host(share="")
+    apart, alone = {name: open_host(family, **place) for name in NAMES}, open_host(family, share="")
     got, want = converse(apart), converse(dict.fromkeys(NAMES, alone))
     assert got == want, [[(r.mode, r.reasons) for r in h.reports] for h in apart.values()]
     told = [[r.mode.value for r in host.reports] for host in apart.values()]

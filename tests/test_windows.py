@@ -265,7 +265,7 @@ class Writer:
         return at
 
     def hand_over(self, other: "Writer", ids: tuple[int, ...], *, held: bool) -> None:
-        steps = self.store.steps(ids, set(other.store.held(ids)) if held else ())
+        steps = self.store.steps(self.store.match(ids), set(other.store.held(ids)) if held else ())
         covered = sum(step.tokens for step in steps)
         lacks = other.store.lacks(ids, steps)
         assert other.store.fits(ids, steps) and (held or not lacks)

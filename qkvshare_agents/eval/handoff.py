@@ -17,6 +17,7 @@ from qkvshare_agents.eval import corpus
 from qkvshare_agents.eval.packing import bring, kl_divergence, seal_all
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
+from qkvshare_agents.page_store import PageStore
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.template import Ids
 
@@ -26,6 +27,7 @@ GREEDY_TOKENS = 64
 def run(
     *,
     model: str = "smollm2-135m",
+    dtype: str = "auto",
     tokens: int = 2048,
     suffix: int = 32,
     preset: str = "safe",
@@ -42,7 +44,7 @@ def run(
     """
     if tokens < 1 or suffix < 1 or rounds < 1 or prompts < 0:
         raise InvalidSetting("tokens, suffix and rounds must be at least 1, prompts at least 0")
-    engine = engine or Engine.load(model)
+    engine = engine or Engine.load(model, dtype=dtype)
     if engine.refusal or engine.shape is None:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
     if engine.has_state:
@@ -125,16 +127,16 @@ def _times(engine: Engine, precision: Precision, ids: Ids, tokens: int, rounds: 
 
     working = KVCache(engine.shape)
     for _ in range(rounds + 1):  # the first round warms up
-        timed("replay_ms", lambda: _first(engine, engine.begin(None), ids))
-        timed("hot_prefix_ms", lambda: _first(engine, _fork(hot), tail))
-        timed("hot_in_place_ms", lambda: _first(engine, engine.begin(kv), tail))
+        timed("replay_ms", lambda: first_token(engine, engine.begin(None), ids))
+        timed("hot_prefix_ms", lambda: first_token(engine, fork(hot), tail))
+        timed("hot_in_place_ms", lambda: first_token(engine, engine.begin(kv), tail))
         kv.crop(tokens)
         store = timed("seal_ms", lambda: seal_all(kv, head, precision))
 
         timed("import_ms", lambda store=store: bring(store, head, working))
         timed(
             "handoff_ms",
-            lambda store=store: (bring(store, head, working), _first(engine, engine.begin(working), tail)),
+            lambda store=store: hand_over(engine, store, working, head, tail),
         )
     return {
         **{name: statistics.median(values[1:]) for name, values in samples.items()},
@@ -171,14 +173,21 @@ def _fidelity(engine: Engine, precision: Precision, tasks: list[tuple[str, str]]
     return {"mean_kl": statistics.fmean(divergences), "greedy_equal_fraction": equal / len(tasks)}
 
 
-def _fork(run: Run) -> Run:
+def hand_over(engine: Engine, store: PageStore, kv: KVCache, head: Ids, tail: Ids) -> int:
+    """The likeliest token behind `head`, whose KV comes from `store` into `kv`, and `tail`, which is read."""
+    bring(store, head, kv)
+    return first_token(engine, engine.begin(kv), tail)
+
+
+def fork(run: Run) -> Run:
     """Another run behind the same native tensors, which transformers' cache never changes in place."""
     cache: Any = copy.copy(run.cache)
     cache.layers = [copy.copy(layer) for layer in cache.layers]
     return Run(cache, None, run.tokens)
 
 
-def _first(engine: Engine, run: Run, ids: Ids) -> int:
+def first_token(engine: Engine, run: Run, ids: Ids) -> int:
+    """The likeliest token behind `ids`, read where `run` is."""
     logits = engine.feed(run, ids)
     assert logits is not None
     return int(logits.argmax())

@@ -65,18 +65,22 @@ def picture(result: dict[str, Any]) -> Any:
 
 
 def _label(figure: Any, axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Each point's name beside it, at the first of a few places where it covers no other name."""
+    """Each point's name beside it, at the first of a few places where it covers neither a name nor a point."""
     figure.draw_without_rendering()
+    points = axes.transData.transform([(_mb(row), row["mean_kl"]) for row in rows])
     taken: list[Any] = []
     for row in sorted(rows, key=lambda r: r["mean_kl"]):
-        at = (_mb(row), row["mean_kl"])
-        text = axes.annotate(row["scheme"], at, xytext=(0, 0), textcoords="offset points", fontsize=7)
+        beside = {"xy": (_mb(row), row["mean_kl"]), "textcoords": "offset points"}
+        text = axes.annotate(row["scheme"], xytext=(0, 0), fontsize=7, **beside)
         for offset, align in _PLACES:
             text.set(position=offset, ha=align)
             box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
+            inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
+            if inside and not box.count_contains(points) and not any(box.padded(4).overlaps(o) for o in taken):
                 break
         taken.append(box)
+        line = {"arrowstyle": "-", "lw": 0.4, "color": "gray", "shrinkA": 0, "shrinkB": 2}
+        axes.annotate("", xytext=offset, arrowprops=line, **beside)
 
 
 def _mb(row: dict[str, Any]) -> float:

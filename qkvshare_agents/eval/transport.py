@@ -20,7 +20,7 @@ from qkvshare_agents import integrity, package, page
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, QKVShareError
 from qkvshare_agents.eval import corpus, endurance
-from qkvshare_agents.eval.handoff import _continue, _first, _fork
+from qkvshare_agents.eval.handoff import first_token, fork, hand_over
 from qkvshare_agents.eval.packing import bring, seal_all
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.package import Package, Step
@@ -101,7 +101,7 @@ def run(
             times["crossover_tokens"] = crossover_tokens(fixed, max(0.0, slope), base["replay_ms"] / (tokens + suffix))
             result["transports"][name] = times
         replay_ms_per_token = base["replay_ms"] / (tokens + suffix)
-        result["break_even_mb_per_s"] = sent.page_bytes / tokens / 1e3 / replay_ms_per_token
+        result["break_even_mb_per_s"] = sent.kv_bytes / tokens / 1e3 / replay_ms_per_token
         if handoffs:
             result["many"] = endurance.run(ShmTransport(folder), short, handoffs)
     result |= {
@@ -166,13 +166,13 @@ def _baselines(engine: Engine, precision: Precision, ids: Ids, tokens: int, roun
     working = KVCache(engine.shape)
     samples: dict[str, list[float]] = {}
     for _ in range(rounds + 1):  # the first round warms up
-        _timed(samples, "hot_prefix_ms", lambda: _first(engine, _fork(hot), tail))
+        _timed(samples, "hot_prefix_ms", lambda: first_token(engine, fork(hot), tail))
         store = SharedPageStore(b"", 2**62)
         _timed(samples, "graft_ms", partial(store.graft, sent.ids, sent.steps))
         _timed(samples, "import_ms", partial(bring, store, head, working))
-        _timed(samples, "import_and_first_ms", partial(_continue, engine, store, working, head, tail))
+        _timed(samples, "import_and_first_ms", partial(hand_over, engine, store, working, head, tail))
     for _ in range(2):  # seconds each
-        _timed(samples, "replay_ms", lambda: _first(engine, engine.begin(None), ids))
+        _timed(samples, "replay_ms", lambda: first_token(engine, engine.begin(None), ids))
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
 
 
