@@ -65,6 +65,7 @@ def draw(result: dict[str, Any], path: str) -> None:
     """Write the picture; the format follows from the name. Raises InvalidSetting, MissingDependency."""
     plot.require()
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     header, teams = result["header"], list(dict.fromkeys(row["team"] for row in result["rows"]))
     figure = Figure(figsize=(5 * len(teams), 4.5), layout="constrained")
@@ -83,9 +84,9 @@ def draw(result: dict[str, Any], path: str) -> None:
         axes.set(xlabel="stored MB, everything counted", yscale="log")
         agents = next(r["agents"] for r in rows)
         axes.set_title(f"{agents} agents, {team}", pad=18, fontsize=10)
-        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            ticks("{x:.3g}")
-        axes.tick_params(axis="y", which="both", labelsize=8)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     panels[0].set_ylabel("mean KL of the next token (nats)")
     panels[-1].legend()
     figure.suptitle(
