@@ -89,7 +89,8 @@ class Host:
             if not self._settled:
                 _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
                 if self.settings.handoff:
-                    prepare(self._engine.model.device)
+                    for device in self._engine.devices:
+                        prepare(device)
                     self._precision = settle(self._precision, self._engine)
                     self.rotary = rotary.of_stored(self._engine)
                 self._settle_in(self._engine)

@@ -24,13 +24,20 @@ _ROUND_TOKENS = 256
 class KVShape:
     """What a model keeps of a token: groups of layers that are alike, by their indices among the layers with KV.
 
-    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers.
+    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. devices:
+    where each group is; empty if all of them are on `device`.
     """
 
     groups: tuple[LayerGroup, ...]
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...] = ()
+    devices: tuple[torch.device, ...] = ()
+
+    @property
+    def places(self) -> tuple[torch.device, ...]:
+        """Of each group."""
+        return self.devices or (self.device,) * len(self.groups)
 
     @property
     def layers(self) -> int:
@@ -110,8 +117,8 @@ class KVCache:
         """Of the tokens from `start` on, keep only the `wanted`, counted from `start`, in their order."""
         used, stop = self.tokens, start + len(wanted)
         if stop < used:
-            index = torch.tensor(list(wanted), device=self.shape.device)
             for block in self.span(start, used).blocks:
+                index = torch.tensor(list(wanted), device=block.keys.device)
                 for part in (block.keys, block.values):
                     part[:, :, : len(wanted)] = part.index_select(2, index)
         self._lengths = [stop] * self.shape.layers

@@ -96,8 +96,8 @@ class _ParallelLayer(_Parallel):
 
 def _attach(layer: Any, kv: KVCache, index: int) -> None:
     layer._kv, layer._index = kv, index
-    layer.device, layer.dtype = kv.shape.device, kv.shape.dtype
     keys, values = kv.layer(index)
+    layer.device, layer.dtype = keys.device, keys.dtype
     layer.keys, layer.values = keys[None], values[None]
     layer.is_initialized = True
 
@@ -146,8 +146,8 @@ def snapshot_of(cache: Cache, tokens: int) -> Snapshot | None:
 
 def shape_of(cache: Cache) -> KVShape:
     """The KV's shape in a cache that has read something. Raises UnsupportedModel for what can't be stored."""
-    alike: dict[tuple[int, int, int, int | None], list[int]] = {}
-    kept: set[tuple[torch.dtype, torch.device]] = set()
+    alike: dict[tuple[int, int, int, int | None, torch.device], list[int]] = {}
+    dtypes: set[torch.dtype] = set()
     count = 0
     for layer, kind in zip(cache.layers, kinds_of(cache), strict=True):
         if not kind.has_kv:
@@ -158,15 +158,16 @@ def shape_of(cache: Cache) -> KVShape:
         heads, value_heads, window = keys.shape[1], values.shape[1], getattr(layer, "sliding_window", None)
         if value_heads != heads:
             raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-        alike.setdefault((heads, keys.shape[3], values.shape[3], window), []).append(count)
-        kept.add((keys.dtype, keys.device))
+        alike.setdefault((heads, keys.shape[3], values.shape[3], window, keys.device), []).append(count)
+        dtypes |= {keys.dtype, values.dtype}
         count += 1
     if not count:
         return _without_attention(cache)
-    if len(kept) != 1:
-        raise UnsupportedModel(f"layers differ in dtype or device {kept}; they can't be handed over yet")
+    if len(dtypes) != 1:
+        raise UnsupportedModel(f"layers differ in dtype {dtypes}; they can't be handed over yet")
     groups = tuple(LayerGroup(tuple(layers), *sizes[:3]) for sizes, layers in alike.items())
-    return KVShape(groups, *kept.pop(), windows_of(cache))
+    devices = tuple(device for *_, device in alike)
+    return KVShape(groups, dtypes.pop(), devices[0], windows_of(cache), devices if len(set(devices)) > 1 else ())
 
 
 def _without_attention(cache: Cache) -> KVShape:
