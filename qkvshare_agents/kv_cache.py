@@ -156,13 +156,12 @@ class KVCache:
         return held_keys, held_values
 
     def _allocate(self, tokens: int) -> tuple[tuple[Tensor, Tensor], ...]:
-        shape = self.shape
-
-        def empty(group: LayerGroup, dim: int) -> Tensor:
-            return torch.empty(len(group.layers), group.heads, tokens, dim, dtype=shape.dtype, device=shape.device)
+        def empty(group: LayerGroup, dim: int, place: torch.device) -> Tensor:
+            return torch.empty(len(group.layers), group.heads, tokens, dim, dtype=self.shape.dtype, device=place)
 
         with torch.inference_mode(False):  # it may grow inside of a forward, and is written to outside of any
-            return tuple((empty(group, group.key_dim), empty(group, group.value_dim)) for group in shape.groups)
+            placed = zip(self.shape.groups, self.shape.places, strict=True)
+            return tuple((empty(g, g.key_dim, place), empty(g, g.value_dim, place)) for g, place in placed)
 
     def _reserve(self, tokens: int) -> None:
         if tokens <= self._room:

@@ -1,5 +1,7 @@
 """Layers that are not all on one device in memory: on disk, in memory but brought for each forward only, elsewhere."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,13 @@ def test_a_place_that_does_not_exist_is_one_line(checkpoint: Path) -> None:
         Engine.load(str(checkpoint), device_map={"": "nowhere"})
     with pytest.raises(InvalidSetting, match="give one of them"):
         HostSettings("tiny", device="cpu", device_map="auto")
+
+
+def test_layers_on_two_devices_hand_over_what_layers_on_one_do() -> None:
+    """With a second device that is made up, but whose tensors can't meet others: keys and values lie with their layer,
+    and pages, packages and what `joint` measures come together from both. Several GPUs were not at hand."""
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip(f"torch {torch.__version__} can't be given a device in Python")
+    script = Path(__file__).parent / "second_device.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-1:] == ["equal"], done.stderr[-2000:]
