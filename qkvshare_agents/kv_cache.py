@@ -96,7 +96,7 @@ class KVCache:
         """Start over, with room for `reserve_tokens` tokens."""
         self._lengths = [0] * self.shape.layers
         self.state = None
-        self._reserve(reserve_tokens)
+        self.reserve(reserve_tokens)
 
     def load(self, runs: Iterable[tuple[Page, int]]) -> None:
         """Append the first `tokens` tokens of each page, in order.
@@ -105,7 +105,7 @@ class KVCache:
         """
         start, added, window = self.tokens, list(runs), self.shape.window
         end = start + sum(tokens for _, tokens in added)
-        self._reserve(end)
+        self.reserve(end)
         for page, tokens in added:
             span = self.span(start, start + tokens)
             seen = window is None or window.sees(start, start + tokens, (end,))
@@ -140,6 +140,16 @@ class KVCache:
         keys, values = self._held[group]
         return keys[row, :, :stop], values[row, :, :stop]
 
+    def room(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of all the room of a layer, filled or not."""
+        group, row = self._places[layer]
+        keys, values = self._held[group]
+        return keys[row], values[row]
+
+    def advance(self, tokens: int) -> None:
+        """All layers hold `tokens` tokens now, since they were written into their room."""
+        self._lengths = [tokens] * self.shape.layers
+
     def length(self, layer: int) -> int:
         """Tokens of one layer; within a forward, layers that were run have more."""
         return self._lengths[layer]
@@ -148,7 +158,7 @@ class KVCache:
         """Add keys [H, t, Dk] and values [H, t, Dv] of one layer; returns views of all its tokens [H, T, D]."""
         start = self._lengths[layer]
         stop = start + keys.shape[-2]
-        self._reserve(stop)
+        self.reserve(stop)
         self._lengths[layer] = stop
         held_keys, held_values = self.layer(layer)
         held_keys[:, start:].copy_(keys)
@@ -163,7 +173,8 @@ class KVCache:
             placed = zip(self.shape.groups, self.shape.places, strict=True)
             return tuple((empty(g, g.key_dim, place), empty(g, g.value_dim, place)) for g, place in placed)
 
-    def _reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in all; views of before show what they showed."""
         if tokens <= self._room:
             return
         used = max(self._lengths, default=0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, cache_utils
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache, KVShape
@@ -94,6 +94,24 @@ class _ParallelLayer(_Parallel):
         return _update(self, key_states, value_states)
 
 
+class _StaticLayer(StaticLayer):
+    """Keys and values of one layer, in place in all of a KVCache's room: nothing moves, as torch.compile needs it."""
+
+    def __init__(self, kv: KVCache, index: int) -> None:
+        keys, values = kv.room(index)
+        super().__init__(keys.shape[1])
+        filled = kv.length(index)
+        for part in (keys, values):
+            part[:, filled:].zero_()  # it is masked, but NaN would get through
+        self.keys, self.values = keys[None], values[None]
+        self.device, self.dtype, self.batch_size, self.num_heads = keys.device, keys.dtype, 1, keys.shape[0]
+        self.k_head_dim, self.v_head_dim = keys.shape[2], values.shape[2]
+        self.cumulative_length = torch.tensor(filled, device=keys.device)
+        for tensor in (self.keys, self.values, self.cumulative_length):
+            torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+
 def _attach(layer: Any, kv: KVCache, index: int) -> None:
     layer._kv, layer._index = kv, index
     keys, values = kv.layer(index)
@@ -133,6 +151,17 @@ def cache_over(kv: KVCache, config: Any) -> Cache:
             vars(layer).update(copied(state))
         attention += kind.has_kv
         layers.append(layer)
+    return Cache(layers=layers)
+
+
+def static_over(kv: KVCache, config: Any) -> Cache:
+    """transformers' static cache in what room `kv` has; for plain attention only. `kv.advance` tells `kv` of it."""
+    attention = iter(range(kv.shape.layers))
+    kinds = kinds_of(DynamicCache(config=config))
+    layers = [
+        _StaticLayer(kv, next(attention)) if kind is LayerKind.ATTENTION else template
+        for template, kind in zip(DynamicCache(config=config).layers, kinds, strict=True)
+    ]
     return Cache(layers=layers)
 
 
