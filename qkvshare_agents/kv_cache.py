@@ -16,6 +16,7 @@ from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.page import Page
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.span import Block, LayerGroup, Span, Window
+from qkvshare_kernels import memory
 
 _ROUND_TOKENS = 256
 
@@ -167,7 +168,7 @@ class KVCache:
 
     def _allocate(self, tokens: int) -> tuple[tuple[Tensor, Tensor], ...]:
         def empty(group: LayerGroup, dim: int, place: torch.device) -> Tensor:
-            return torch.empty(len(group.layers), group.heads, tokens, dim, dtype=self.shape.dtype, device=place)
+            return memory.empty((len(group.layers), group.heads, tokens, dim), self.shape.dtype, place)
 
         with torch.inference_mode(False):  # it may grow inside of a forward, and is written to outside of any
             placed = zip(self.shape.groups, self.shape.places, strict=True)

@@ -1,4 +1,4 @@
-"""transformers' `generate` says what our own loop says, on the same KV, and leaves KV that the next turn goes on from."""
+"""transformers' `generate` says what our own loop says, on the same KV, and leaves KV that the next turn can use."""
 
 import threading
 from typing import Any
