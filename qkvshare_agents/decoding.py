@@ -5,6 +5,7 @@ cancellation are the same. `generate` is for models that prepare their inputs th
 torch.compile needs (`generation_config.cache_implementation = "static"`), and for models whose cache only it can fill.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -37,10 +38,12 @@ def by_loop(
     Raises Cancelled.
     """
     token: int | None = ids[-1]
-    while token is not None:
+    for answered in itertools.count(1):
+        if token is None:
+            return
         logits = engine.feed(run, [token], cancelled)
         if logits is None:
-            raise Cancelled("the turn was cancelled between two tokens")
+            raise Cancelled(f"the turn was cancelled after {answered} tokens")
         token = choose(logits)
 
 
@@ -121,11 +124,11 @@ class _Steps(LogitsProcessor):
 
     def __init__(self, run: Run, given: int, choose: Choose, cancelled: Callable[[], bool]) -> None:
         self._run, self._before, self._choose, self._cancelled = run, run.tokens + 1 - given, choose, cancelled
-        self.ended = False
+        self._given, self.ended = given, False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self._cancelled():
-            raise Cancelled("the turn was cancelled between two tokens")
+            raise Cancelled(f"the turn was cancelled after {input_ids.shape[1] - self._given + 1} tokens")
         logits = scores[0].float()
         self._run.tokens = self._before + input_ids.shape[1]
         self._run.expected.append(logits.clone())
