@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.cache_utils import Cache
 
 from qkvshare_agents import models, probed
-from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
+from qkvshare_agents.configuration import eos_ids, narrowed, picked_tokens, rope_switch_tokens
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
@@ -224,17 +224,19 @@ class Engine:
         """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
         with self.narrowed():
             refusal = self._probe_narrowed()
-        if self.shape:
-            self.shape = replace(self.shape, windows=windows_of(DynamicCache(config=self.config)))
+        self.shape = self.shape and self._with_windows(self.shape)
         return refusal
+
+    def _with_windows(self, shape: KVShape) -> KVShape:
+        """As wide as they are now."""
+        return replace(shape, windows=windows_of(DynamicCache(config=self.config), len(shape.indexed)))
 
     @contextmanager
     def narrowed(self) -> Iterator[None]:
         """Inside, the model looks back over short windows, for probes whose text is beyond any of them."""
         shape = self.shape
         with narrowed(self.model, _PROBED_WINDOW_TOKENS):
-            if shape:
-                self.shape = replace(shape, windows=windows_of(DynamicCache(config=self.config)))
+            self.shape = shape and self._with_windows(shape)
             try:
                 yield
             finally:
@@ -245,7 +247,7 @@ class Engine:
         name, window = self.config.model_type, longest_window(cache)
         if window > _PROBED_WINDOW_TOKENS:
             return f"{name} has a window of {window} tokens, which can't be probed"
-        ids = self._probe_ids(window + _PROBE_TOKENS)  # a window shows only beyond its length
+        ids = self._probe_ids(max(window, picked_tokens(self.config)) + _PROBE_TOKENS)  # only beyond these it shows
         try:
             self.has_state = has_state(kinds_of(cache))
             expected = self._forward(Run(cache, None, 0), ids)

@@ -24,13 +24,15 @@ _ROUND_TOKENS = 256
 class KVShape:
     """What a model keeps of a token: groups of layers that are alike, by their indices among the layers with KV.
 
-    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers.
+    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. indexed:
+    layers whose tokens an indexer picks; what it keeps of a token are layers of their own, behind all others.
     """
 
     groups: tuple[LayerGroup, ...]
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...] = ()
+    indexed: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:

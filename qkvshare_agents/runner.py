@@ -181,8 +181,8 @@ class Runner:
         """Emptied, with room for `tokens`. moved: what is loaded will be written to, so it can't stay packed."""
         shape, settings = self._host.engine.shape, self._host.settings
         assert shape is not None
-        lean = settings.packed_history and shape.layers and not (settings.splice or moved or shape.window)
-        kind = LeanCache if lean else KVCache
+        native = settings.splice or moved or shape.window or shape.indexed or not shape.layers
+        kind = LeanCache if settings.packed_history and not native else KVCache
         if type(self._kv) is not kind or self._kv.shape != shape:
             self._kv = kind(shape)
         self._held = ()
