@@ -20,7 +20,7 @@ from qkvshare_agents.configuration import eos_ids, narrowed, picked_tokens, rope
 from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
 from qkvshare_agents.fingerprint import Fingerprint
-from qkvshare_agents.identity import Identity
+from qkvshare_agents.identity import Identity, invocation
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
 from qkvshare_agents.observation import Observer
@@ -35,12 +35,14 @@ _PROBED_WINDOW_TOKENS = 64  # wider ones are probed as if they were this wide, i
 
 @dataclass
 class Run:
-    """A running turn: transformers' cache, and our KVCache behind it unless the model can't hand KV over."""
+    """A running turn: transformers' cache, and our KVCache behind it unless the model can't hand KV over. active_from:
+    the token from which on an adapter is active that tokens of the prompt activate; None if none is."""
 
     cache: Cache | None
     kv: KVCache | None
     tokens: int
     ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
+    active_from: int | None = None
     expected: deque[Tensor] = field(default_factory=lambda: deque(maxlen=WATCHED))  # logits behind the last tokens
 
 
@@ -184,11 +186,6 @@ class Engine:
         self._read(run, [token], 1)
         return run.kv
 
-    def rotary_frequencies(self) -> list[tuple[float, ...]]:
-        """The different sets of rotary frequencies that the model holds, longest first."""
-        found = {tuple(b.float().tolist()) for name, b in self.model.named_buffers() if "inv_freq" in name}
-        return sorted(found, key=lambda frequencies: (-len(frequencies), frequencies))
-
     def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
         if run.kv is None:
             run.ids += ids
@@ -207,6 +204,9 @@ class Engine:
             arguments[self.cache_argument] = run.cache
         if self.takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
+        if invocation(self.model):  # else `peft` looks for the tokens in these ids alone
+            active = 0 if run.active_from is None else max(0, run.tokens + len(ids) - run.active_from)
+            arguments["alora_offsets"] = [active]
         if self._keeps_logits:
             arguments["logits_to_keep"] = count
         output = self.model(input_ids=torch.tensor([list(ids)], device=device), **arguments)

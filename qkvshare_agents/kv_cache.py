@@ -40,6 +40,11 @@ class KVShape:
         return sum(len(group.layers) for group in self.groups)
 
     @property
+    def indexers_from(self) -> int | None:
+        """The first of the layers that indexers keep; None without any."""
+        return self.layers - len(self.indexed) if self.indexed else None
+
+    @property
     def values_per_token(self) -> int:
         """How many numbers all layers keep of one token."""
         return sum(group.values_per_token for group in self.groups)

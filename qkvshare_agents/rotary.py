@@ -138,11 +138,17 @@ def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions
                     return False
         return True
 
-    candidates = (t for f in engine.rotary_frequencies() for t in _turns(f, keys.shape[-1], values.shape[-1]))
+    candidates = (t for f in _frequencies(engine) for t in _turns(f, keys.shape[-1], values.shape[-1]))
     for turn in (None, *candidates):
         if fits(turn):
             return turn
     return "they depend on the position in another way than by a rotation (learned positions?)"
+
+
+def _frequencies(engine: "Engine") -> list[tuple[float, ...]]:
+    """The different sets of rotary frequencies that the model holds, longest first."""
+    found = {tuple(b.float().tolist()) for name, b in engine.model.named_buffers() if "inv_freq" in name}
+    return sorted(found, key=lambda frequencies: (-len(frequencies), frequencies))
 
 
 def _turns(frequencies: tuple[float, ...], key_dim: int, value_dim: int) -> list[Turn]:

@@ -147,6 +147,16 @@ def test_layers_that_use_an_earlier_ones_choice_have_no_indexer() -> None:
     assert shape and shape.layers == 4 + len(shape.indexed) and 0 < len(shape.indexed) < 4
 
 
+@pytest.mark.parametrize(("precision", "bits"), [("tiny", {3, 2, 8}), ("safe", {8}), ("native", set())])
+def test_what_indexers_keep_has_eight_bits(precision: str, bits: set[int]) -> None:
+    h = ScriptedHost(lambda _: "Yes, so it is.", engine=engine_of("deepseek_v32"), precision=precision)
+    h.submit(Turn(h.roster.learn("", "a", "You are a."), "", (TASK,), Sampling(max_tokens=30))).result()
+    pages = h.store.match(h.prompts[0].ids).pages
+    parts = [part for page in pages for part in page.parts if part.packed]
+    assert {part.packed.bits for part in parts} == bits
+    assert {part.packed.bits for part in parts if min(part.layers) >= 3} == bits & {8}
+
+
 def test_a_packed_history_is_not_for_indexers() -> None:
     h = ScriptedHost(lambda _: "Yes, so it is.", engine=engine_of("deepseek_v32"), packed_history=True)
     member, messages = h.roster.learn("", "a", "You are a."), [TASK]

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class _Stored:
         run = engine.begin(kv)
         engine.feed(run, ids)
         self.state: Snapshot | None = engine.snapshot(run)
-        self.pages: PageStore = seal_all(kv, ids, precision)
+        self.pages: PageStore = seal_all(kv, ids, replace(precision, wide_from=engine.shape.indexers_from))
 
     def open(self, engine: Engine, ids: Ids) -> KVCache:
         assert engine.shape is not None

@@ -37,7 +37,7 @@ _LATENT = {
     "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
 _INDEXED = {**_LATENT, "q_lora_rank": 24, "index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
-# Granite's own default is 1, which no released model has: softmax is 3.5 times as sharp then
+# Granite's default is 1, with which softmax is 3.5 times as sharp as elsewhere
 _ATTENTION_AS_USUAL = {"attention_multiplier": 12**-0.5}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -58,7 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"hidden_size": 64}, "mpt": {"d_model": 48, "n_heads": 4, "n_layers": 3, "max_seq_len": 4096},
     "arcee": {}, "ernie4_5": {"head_dim": 16}, "seed_oss": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
-    "granite": _ATTENTION_AS_USUAL, "cohere": {}, "cohere2": _WINDOW, "olmo2": {}, "olmo3": _WINDOW, "glm": {"head_dim": 12},
+    "granite": _ATTENTION_AS_USUAL,
+    "cohere": {}, "cohere2": _WINDOW, "olmo2": {}, "olmo3": _WINDOW, "glm": {"head_dim": 12},
     "glm4": {"head_dim": 12}, "exaone4": {**_WINDOW, "num_hidden_layers": 4}, "gemma": {"head_dim": 16},
     "gemma2": {**_WINDOW, "head_dim": 16}, "gemma3_text": {**_WINDOW, "head_dim": 16},
     "gemma3n_text": {
