@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from qkvshare_agents.courier import Courier
     from qkvshare_agents.host import Host, HostSettings
     from qkvshare_agents.ledger import Member
+    from qkvshare_agents.loaded import forget_model, use_model
     from qkvshare_agents.registry import open_host
     from qkvshare_agents.report import HandoffReport
     from qkvshare_agents.sampling import Sampling
@@ -33,6 +34,8 @@ _PLACES = {
     "HostSettings": "qkvshare_agents.host",
     "Turn": "qkvshare_agents.turn",
     "Member": "qkvshare_agents.ledger",
+    "forget_model": "qkvshare_agents.loaded",
+    "use_model": "qkvshare_agents.loaded",
     "open_host": "qkvshare_agents.registry",
     "HandoffReport": "qkvshare_agents.report",
     "Sampling": "qkvshare_agents.sampling",
@@ -41,8 +44,8 @@ _PLACES = {
 }
 __all__ = [
     "Access", "Answer", "ChatQKVShare", "Courier", "HandoffReport", "Host", "HostSettings", "Member", "Message",
-    "QKVShareChatCompletionClient", "QKVShareClient", "Sampling", "Turn", "View", "add_cache_handoff", "open_host",
-    "share_cache",
+    "QKVShareChatCompletionClient", "QKVShareClient", "Sampling", "Turn", "View", "add_cache_handoff",
+    "forget_model", "open_host", "share_cache", "use_model",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_DTYPE = "float32, bfloat16, float16, or auto: what the checkpoint has."
 models_app = typer.Typer(help="Bring and list models.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
@@ -60,6 +61,7 @@ def bench_handoff(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that both agents share.")] = 2048,
     suffix: Annotated[int, typer.Option(min=1, help="Tokens that only the next agent reads.")] = 32,
     preset: Annotated[str, typer.Option(help="Precision of the pages.")] = "safe",
+    dtype: Annotated[str, typer.Option(help=_DTYPE)] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions; medians are reported.")] = 5,
     prompts: Annotated[int, typer.Option(min=0, help="Prompts compared with text replay.")] = 40,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
@@ -67,7 +69,9 @@ def bench_handoff(
     """Time a KV handoff against text replay and the hot native prefix."""
     from qkvshare_agents.eval import handoff
 
-    result = handoff.run(model=model, tokens=tokens, suffix=suffix, preset=preset, rounds=rounds, prompts=prompts)
+    result = handoff.run(
+        model=model, dtype=dtype, tokens=tokens, suffix=suffix, preset=preset, rounds=rounds, prompts=prompts
+    )
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
@@ -141,6 +145,10 @@ def bench_kernels(
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],
+    dtype: Annotated[str, typer.Option(help=_DTYPE)] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(metavar="auto|balanced|sequential|DEVICE", help="For layers on several devices.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Find out what of a model's KV can be handed over, by doing it."""
@@ -150,7 +158,7 @@ def doctor(
     from qkvshare_agents.eval import doctor
 
     started = time.perf_counter()
-    engine = Engine.load(model)
+    engine = Engine.load(model, dtype=dtype, device_map=device_map)
     if as_json:
         typer.echo(json.dumps(doctor.examine(engine), indent=2))
     else:

@@ -70,12 +70,13 @@ def divergence(canary: Canary, logits: Tensor) -> float:
     return total / canary.tokens
 
 
-def default_limit(dtype: torch.dtype, widths: Collection[int] = ()) -> float:
+def default_limit(dtype: torch.dtype, widths: Collection[int] = (), *, noisy: bool = False) -> float:
     """In nats per token, for a model of this dtype.
 
-    widths: of all pages, if some are the receiver's own: these have other rounding errors than the sender's.
+    widths: of all pages, if some are the receiver's own: these have other rounding errors than the sender's. noisy: of
+    quantized weights, which compute in 16 bits or make as much of rounding.
     """
-    exact = LIMIT if dtype == torch.float32 else LIMIT_16_BIT
+    exact = LIMIT if dtype == torch.float32 and not noisy else LIMIT_16_BIT
     return max(exact, LIMITS_MIXED[min(widths)]) if widths else exact
 
 

@@ -4,46 +4,30 @@
 """
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import DynamicCache, PreTrainedModel
 
-from qkvshare_agents import models, probed
-from qkvshare_agents.configuration import eos_ids, narrowed, picked_tokens, rope_switch_tokens
-from qkvshare_agents.drift import WATCHED
-from qkvshare_agents.errors import ContextOverflow, InvalidSetting, ModelNotFound, QKVShareError, UnsupportedModel
+from qkvshare_agents import checkpoint, probe, probed
+from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
+from qkvshare_agents.errors import ContextOverflow, QKVShareError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.identity import Identity, invocation
 from qkvshare_agents.kv_cache import KVCache, KVShape
-from qkvshare_agents.layers import cache_over, has_state, kinds_of, longest_window, shape_of, snapshot_of, windows_of
+from qkvshare_agents.layers import cache_over, snapshot_of, windows_of
 from qkvshare_agents.observation import Observer
 from qkvshare_agents.probed import Replay
+from qkvshare_agents.run import Run
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.template import Template
+from qkvshare_agents.weights import input_device, is_quantized
 
 PREFILL_CHUNK_TOKENS = 512  # cancellation is looked at in between, and attention masks stay small
-_PROBE_TOKENS = 12
-_PROBED_WINDOW_TOKENS = 64  # wider ones are probed as if they were this wide, in seconds on a CPU
-
-
-@dataclass
-class Run:
-    """A running turn: transformers' cache, and our KVCache behind it unless the model can't hand KV over. active_from:
-    the token from which on an adapter is active that tokens of the prompt activate; None if none is."""
-
-    cache: Cache | None
-    kv: KVCache | None
-    tokens: int
-    ids: list[int] = field(default_factory=list)  # what was fed to an empty cache, for models that need it again
-    active_from: int | None = None
-    expected: deque[Tensor] = field(default_factory=lambda: deque(maxlen=WATCHED))  # logits behind the last tokens
 
 
 class Engine:
@@ -54,6 +38,8 @@ class Engine:
     has_state: some layers fold all tokens into a state that can't be cut.
     cache_argument: what the model's forward calls its cache. takes_positions: it can be told positions.
     observer: looks on while the last part of a prompt is read; None by default.
+    tolerance: how far logits of one text may be off each other, relatively, when it is read in other calls. noisy: more
+    than rounding to the model's dtype, since its weights are quantized.
     """
 
     def __init__(
@@ -76,39 +62,21 @@ class Engine:
         self.observer: Observer | None = None
         self.shape: KVShape | None = None
         self.has_state = False
-        self._replay: Replay = "chunks"
+        self.replay: Replay = "chunks"
+        self.noisy = is_quantized(model)  # many compute in 16 bits, whatever their dtype
+        self.tolerance = probe.tolerance_of(model.dtype)
         self._identity = Identity(model, tokenizer)
-        self.refusal = None if remember and self._recall() else self._probe()
-        if self.refusal:
-            self._replay = self._probe_replay()
-        elif remember and self.shape:
-            probed.keep(self.fingerprint, self.model, (self.shape, self.has_state, self._replay))
+        if self.noisy:
+            probe.settle(self)
+        self.refusal = None if remember and self._recall() else probe.find(self)
+        if not self.refusal and remember and self.shape:
+            probed.keep(self.fingerprint, self.model, (self.shape, self.has_state, self.replay, self.tolerance))
 
     @classmethod
-    def load(
-        cls,
-        model: str,
-        *,
-        dtype: str = "auto",
-        device: str | None = None,
-        attn_implementation: str | None = None,
-        thinking: bool = False,
-    ) -> "Engine":
-        """Load a local directory, a pulled model's name or a Hub id.
-
-        Raises ModelNotFound if there is no such model or it can't be read, InvalidSetting for an unknown dtype.
-        """
-        source = models.resolve(model)
-        options = {"attn_implementation": attn_implementation} if attn_implementation else {}
-        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise InvalidSetting(f"no dtype {dtype!r}; use auto, float32, bfloat16 or float16")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-        except OSError as error:  # not on the Hub, Hub out of reach, or files missing
-            raise ModelNotFound(f"model {model!r} can't be loaded: {str(error).strip().splitlines()[0]}") from error
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(loaded.to(device), tokenizer, name=model, thinking=thinking, remember=True)
+    def load(cls, model: str, *, thinking: bool = False, **placing: Any) -> "Engine":
+        """As `checkpoint.load`, whose options these are."""
+        loaded, tokenizer = checkpoint.load(model, **placing)
+        return cls(loaded, tokenizer, name=model, thinking=thinking, remember=True)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -118,7 +86,7 @@ class Engine:
     @property
     def reads_in_steps(self) -> bool:
         """Behind what was read before, only token by token is exact (a fault of some state space models)."""
-        return self._replay == "steps"
+        return self.replay == "steps"
 
     def begin(self, kv: KVCache | None) -> Run:
         """Start a turn on what `kv` holds, or (None) on an empty cache of transformers' own."""
@@ -147,15 +115,15 @@ class Engine:
             chunk = ids[start : start + size]
             left = len(ids) - start - len(chunk)
             with self.observer.watching(len(chunk), left) if self.observer and run.kv else nullcontext():
-                logits = self._forward(run, chunk)
+                logits = self.forward(run, chunk)
         return logits
 
     def _chunk_tokens(self, run: Run, count: int) -> int:
         if self.kv_limit_tokens and run.tokens + count > self.kv_limit_tokens:
             return count  # one forward gives all keys the same rotary frequencies
-        if self._replay == "chunks":
+        if self.replay == "chunks":
             return PREFILL_CHUNK_TOKENS
-        return 1 if self._replay == "steps" and run.tokens else count
+        return 1 if self.replay == "steps" and run.tokens else count
 
     @torch.inference_mode()
     def logits(self, kv: KVCache, ids: Sequence[int], count: int, gap: int = 0) -> Tensor:
@@ -166,39 +134,27 @@ class Engine:
         before, run = kv.tokens, self.begin(kv)
         run.tokens += gap
         try:
-            if self._replay == "chunks" or not before:
-                return self._read(run, ids, count)
-            return torch.cat([self._read(run, [i], 1) for i in ids])[-count:]
+            if self.replay == "chunks" or not before:
+                return self.read(run, ids, count)
+            return torch.cat([self.read(run, [i], 1) for i in ids])[-count:]
         finally:
             kv.crop(before)
 
-    @torch.inference_mode()
-    def read_alone(self, position: int) -> KVCache:
-        """KV of a token that is read at `position` behind nothing; behind others if the model counts by itself."""
-        assert self.shape is not None
-        token = self._probe_ids(2)[1]
-        run = self.begin(KVCache(self.shape))
-        assert run.kv is not None
-        if self.takes_positions:
-            run.tokens = position
-        elif position:
-            self._read(run, [token] * position, 1)
-        self._read(run, [token], 1)
-        return run.kv
-
-    def _forward(self, run: Run, ids: Sequence[int]) -> Tensor:
+    def forward(self, run: Run, ids: Sequence[int]) -> Tensor:
+        """As `feed`, in one call, and without its checks."""
         if run.kv is None:
             run.ids += ids
-        if run.kv is None and self._replay == "whole":
+        if run.kv is None and self.replay == "whole":
             run.cache, run.tokens, ids = None, 0, run.ids
-        logits = self._read(run, ids, 1)[0]
+        logits = self.read(run, ids, 1)[0]
         if len(ids) > 1:
             run.expected.clear()  # behind tokens in between nothing was computed
         run.expected.append(logits)
         return logits
 
-    def _read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
-        device = self.model.device
+    def read(self, run: Run, ids: Sequence[int], count: int) -> Tensor:
+        """One call of the model: logits [count, V] in float32 behind the last `count` of `ids`; run.expected stays."""
+        device = input_device(self.model)
         arguments: dict[str, Any] = {"use_cache": run.cache is not None}
         if run.cache is not None:
             arguments[self.cache_argument] = run.cache
@@ -216,85 +172,24 @@ class Engine:
     def _recall(self) -> bool:
         known = probed.recall(self.fingerprint, self.model)
         if known:
-            self.shape, self.has_state, self._replay = known
+            self.shape, self.has_state, self.replay, self.tolerance = known
         return known is not None
-
-    @torch.inference_mode()
-    def _probe(self) -> str | None:
-        """Find the KV's shape and see whether continuing from injected KV is exact. Returns the refusal."""
-        with self.narrowed():
-            refusal = self._probe_narrowed()
-        self.shape = self.shape and self._with_windows(self.shape)
-        return refusal
-
-    def _with_windows(self, shape: KVShape) -> KVShape:
-        """As wide as they are now."""
-        return replace(shape, windows=windows_of(DynamicCache(config=self.config), len(shape.indexed)))
 
     @contextmanager
     def narrowed(self) -> Iterator[None]:
         """Inside, the model looks back over short windows, for probes whose text is beyond any of them."""
         shape = self.shape
-        with narrowed(self.model, _PROBED_WINDOW_TOKENS):
-            self.shape = shape and self._with_windows(shape)
+        with narrowed(self.model, probe.WINDOW_TOKENS):
+            self.shape = shape and self.with_windows(shape)
             try:
                 yield
             finally:
                 self.shape = shape or self.shape
 
-    def _probe_narrowed(self) -> str | None:
-        cache = DynamicCache(config=self.config)
-        name, window = self.config.model_type, longest_window(cache)
-        if window > _PROBED_WINDOW_TOKENS:
-            return f"{name} has a window of {window} tokens, which can't be probed"
-        ids = self._probe_ids(max(window, picked_tokens(self.config)) + _PROBE_TOKENS)  # only beyond these it shows
-        try:
-            self.has_state = has_state(kinds_of(cache))
-            expected = self._forward(Run(cache, None, 0), ids)
-            self.shape = shape_of(cache)
-            ways: list[Replay] = ["chunks", "steps"] if self.has_state else ["chunks"]
-            for self._replay in ways:
-                if self._agree(self._continued(ids, len(ids) - _PROBE_TOKENS // 2), expected):
-                    return None
-        except UnsupportedModel as error:
-            return f"{name} {error}"
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-            return f"{name} can't continue from injected KV: {error}"
-        return f"{name} continues differently from injected KV than in one forward"
+    def with_windows(self, shape: KVShape) -> KVShape:
+        """The same with windows as wide as they are now."""
+        return replace(shape, windows=windows_of(DynamicCache(config=self.config), len(shape.indexed)))
 
-    def _continued(self, ids: list[int], split: int) -> Tensor:
-        """Logits behind `ids` when those from `split` on are read in another run, behind copies of what came before."""
-        assert self.shape is not None
-        kv = KVCache(self.shape)
-        first = self.begin(kv)
-        self._forward(first, ids[:split])
-        kv.state = self.snapshot(first)
-        # Another conversation in between, as on a host: some models keep their state in their modules
-        self._forward(self.begin(KVCache(self.shape)), ids[split:])
-        second = self.begin(kv)
-        logits = self.feed(second, ids[split:])
-        assert logits is not None
-        return logits
-
-    @torch.inference_mode()
-    def _probe_replay(self) -> Replay:
-        """Find out how this model's own cache may be filled."""
-        ids = self._probe_ids(_PROBE_TOKENS)
-        expected = self._read(Run(None, None, 0), ids, 1)[0]
-        splits: list[tuple[Replay, int]] = [("chunks", _PROBE_TOKENS // 2), ("steps", _PROBE_TOKENS - 1)]
-        for way, at in splits:
-            try:
-                run = self.begin(None)
-                self._forward(run, ids[:at])
-                if self._agree(self._forward(run, ids[at:]), expected):
-                    return way
-            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-                continue
-        return "whole"
-
-    def _probe_ids(self, count: int) -> list[int]:
+    def probe_ids(self, count: int) -> list[int]:
+        """Ids of no meaning."""
         return [(7 * i + 3) % min(1000, self.config.vocab_size) for i in range(count)]
-
-    def _agree(self, a: Tensor, b: Tensor) -> bool:
-        tolerance = 1e-4 if self.model.dtype == torch.float32 else 3e-2
-        return float((a - b).norm() / b.norm()) <= tolerance  # False for NaN

@@ -251,7 +251,8 @@ def _listen(
     ms = (time.perf_counter() - started) * 1000
     heard = Arrival((), canary_nats=nats if isfinite(nats) else None, canary_ms=ms)
     own = [page for (page, _), step in zip(runs, steps, strict=True) if page is not step.page]
-    limit = limit or default_limit(host.engine.model.dtype, _widths([page for page, _ in runs]) if own else ())
+    widths, engine = _widths([page for page, _ in runs]) if own else (), host.engine
+    limit = limit or default_limit(engine.model.dtype, widths, noisy=engine.noisy)
     if nats <= limit:  # False for NaN
         return heard
     reason = (

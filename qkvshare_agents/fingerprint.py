@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkvshare_agents.weights import Weight, loaded
+
 # Entries of a model's config that say where it came from or how it is run, not what it computes.
 _NOT_IDENTITY = {
     "_name_or_path", "_from_model_config", "architectures", "dtype", "torch_dtype", "transformers_version",
@@ -48,11 +50,14 @@ def hash_config(config: dict[str, Any]) -> str:
     return hash_text(json.dumps(kept, sort_keys=True, default=str))
 
 
-def hash_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over every byte of every tensor: a fine-tune may touch any of them (about 1 s per GB and core)."""
+def hash_weights(tensors: Iterable[tuple[str, Weight]]) -> str:
+    """SHA-256 over every byte of every tensor: a fine-tune may touch any of them (about 1 s per GB and core).
+
+    Offloaded ones are read one after the other, at most 8 at a time.
+    """
     with ThreadPoolExecutor(max_workers=min(8, torch.get_num_threads())) as pool:
         named = sorted(tensors, key=lambda item: item[0])
-        digests = list(pool.map(lambda item: _hash_tensor(*item), named))
+        digests = list(pool.map(lambda item: _hash_tensor(item[0], loaded(item[1])), named))
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 

@@ -81,6 +81,8 @@ class Host:
                     s.model,
                     dtype=s.dtype,
                     device=s.device,
+                    device_map=s.device_map,
+                    offload_folder=s.offload_folder,
                     attn_implementation=s.attn_implementation,
                     thinking=s.thinking,
                 )

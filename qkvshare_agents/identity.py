@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from qkvshare_agents import fingerprint
 from qkvshare_agents.fingerprint import Fingerprint
+from qkvshare_agents.weights import Offloaded, Weight, named_weights
 
 BASE = "()"  # no adapter
 _WRAPPERS = ("base_layer", "original_module")
@@ -59,15 +60,19 @@ class Identity:
         Writes through `.data`, as when an adapter is merged, move no version counter: one element of every
         tensor is looked at, too.
         """
-        tensors = [*self._model.parameters(), *self._model.buffers()]
+        weights = [weight for _, weight in named_weights(self._model)]
+        elsewhere = [weight.stamp() for weight in weights if isinstance(weight, Offloaded)]
+        tensors = [weight for weight in (*weights, *elsewhere) if isinstance(weight, Tensor)]
         versions = sum(t._version for t in tensors if not t.is_inference())
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
-                by_device.setdefault(tensor.device, []).append(tensor.detach()[tuple(n // 2 for n in tensor.shape)])
-        looked_at = [v for held in by_device.values() for v in torch.stack([t.float() for t in held]).tolist()]
+                one = tensor.detach()[tuple(n // 2 for n in tensor.shape)]
+                by_device.setdefault(tensor.device, []).append(one.reshape(1).view(torch.uint8))
+        looked_at = tuple(bytes(torch.cat(held).tolist()) for held in by_device.values())
         places = hash(tuple(t.data_ptr() for t in tensors))
-        return len(tensors), versions, tuple(looked_at), places, in_effect(self._model)
+        files = frozenset(stamp for stamp in elsewhere if not isinstance(stamp, Tensor))
+        return len(weights), versions, looked_at, places, files, in_effect(self._model)
 
 
 def in_effect(model: PreTrainedModel) -> tuple[str, ...]:
@@ -137,19 +142,19 @@ def at_the_end(model: PreTrainedModel, last: int) -> bool:
     return bool(adapted) and not merged(model)
 
 
-def split(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """(tensors of the base, those of every adapter by its name), under the names that they have without each other."""
-    base: dict[str, Tensor] = {}
-    adapters: dict[str, dict[str, Tensor]] = {}
+def split(model: PreTrainedModel) -> tuple[dict[str, Weight], dict[str, dict[str, Weight]]]:
+    """(weights of the base, those of every adapter by its name), under the names that they have without each other."""
+    base: dict[str, Weight] = {}
+    adapters: dict[str, dict[str, Weight]] = {}
     names = _settings(model).keys()
     places = {place for module in _adapted(model) for place in _places(module)}
-    for name, tensor in model.state_dict().items():
+    for name, weight in named_weights(model):
         parts = [part for part in name.removeprefix("base_model.model.").split(".") if part not in _WRAPPERS]
         at = next((i for i, part in enumerate(parts) if i and parts[i - 1] in places and part in names), None)
         if at is None:
-            base[".".join(parts)] = tensor
+            base[".".join(parts)] = weight
         else:
-            adapters.setdefault(parts[at], {})[".".join((*parts[:at], "*", *parts[at + 1 :]))] = tensor
+            adapters.setdefault(parts[at], {})[".".join((*parts[:at], "*", *parts[at + 1 :]))] = weight
     return base, adapters
 
 
@@ -179,7 +184,7 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
 
 
-def _hash_adapters(model: PreTrainedModel, adapters: dict[str, dict[str, Tensor]]) -> str:
+def _hash_adapters(model: PreTrainedModel, adapters: dict[str, dict[str, Weight]]) -> str:
     """SHA-256 over what the adapters in effect do, or BASE."""
     names, digests = in_effect(model), []
     for name in names:

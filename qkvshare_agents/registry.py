@@ -8,6 +8,7 @@ import hashlib
 import threading
 from dataclasses import asdict, fields
 
+from qkvshare_agents import loaded
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import HostConflict
 from qkvshare_agents.host import Host, HostSettings
@@ -30,6 +31,7 @@ def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine
     with _lock:
         host = _hosts.get(name)
         if host is None:
+            _check_alone(settings.model)
             host = _hosts[name] = (SharingHost if settings.share else Host)(settings, engine)
         elif engine is not None and engine is not host.engine:
             raise HostConflict(f"host {name!r} is open with another loaded model; use another host name")
@@ -44,6 +46,13 @@ def open_host(settings: HostSettings, name: str | None = None, *, engine: Engine
             )
         _users[name] = _users.get(name, 0) + 1
         return host
+
+
+def _check_alone(model: str) -> None:
+    """Two hosts would switch adapters and windows of one model under each other's feet."""
+    other = next((name for name, host in _hosts.items() if host.settings.model == model), None)
+    if other is not None and loaded.find(model):
+        raise HostConflict(f"model {model!r} was loaded by you and is in use by host {other!r}; one host can use it")
 
 
 def release_host(settings: HostSettings, name: str | None = None) -> None:

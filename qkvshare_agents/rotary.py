@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.span import Span
+from qkvshare_kernels import backend
 
 if TYPE_CHECKING:
     from qkvshare_agents.engine import Engine
@@ -42,14 +43,8 @@ class Turn:
 
     def apply(self, x: Tensor, angles: Tensor) -> None:
         """Turn x [..., T, D] in place by angles [T, width / 2]."""
-        turned = x[..., self.first : self.first + self.width]
         cos, sin = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
-        half = len(self.frequencies)
-        a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else (turned[..., :half], turned[..., half:])
-        left, right = a.float(), b.float()
-        moved = left * cos - right * sin, right * cos + left * sin
-        a.copy_(moved[0])
-        b.copy_(moved[1])
+        backend.kernels(x.device).turn(x, cos, sin, self.first, self.interleaved)
 
     def angles(self, old: Tensor, new: Tensor) -> Tensor:
         """By how much tokens at positions `old` [T] turn on their way to `new` [T], as the model would: it rounds each
@@ -104,7 +99,7 @@ def measure(engine: "Engine") -> Rotary:
         return Rotary(refusal="recurrent state can't be cut or moved")
     limit = min(engine.context_tokens, engine.kv_limit_tokens or engine.context_tokens)
     positions = [0, *(min(p, limit - 2 + i) for i, p in enumerate(_POSITIONS))]
-    caches = [engine.read_alone(position) for position in positions]
+    caches = [_read_alone(engine, position) for position in positions]
     layers: list[Turn | None] = []
     for layer in range(engine.shape.layers if engine.takes_positions else 1):
         alone = [(keys[:, -1:], values[:, -1:]) for keys, values in (kv.layer(layer) for kv in caches)]
@@ -121,6 +116,23 @@ def of_stored(engine: "Engine") -> Rotary:
     if engine.shape and engine.shape.window and not engine.refusal:
         return Rotary(refusal="layers with a window keep no more than that window")
     return measure(engine)
+
+
+def _read_alone(engine: "Engine", position: int) -> KVCache:
+    """KV of a token that is read at `position` behind nothing; behind others if the model counts by itself."""
+    assert engine.shape is not None
+    token, kv = engine.probe_ids(2)[1], KVCache(engine.shape)
+    run = engine.begin(kv)
+    if engine.takes_positions:
+        run.tokens = position
+    engine.feed(run, [token] if engine.takes_positions else [token] * (position + 1))
+    return kv
+
+
+def _frequencies(engine: "Engine") -> list[tuple[float, ...]]:
+    """The different sets of rotary frequencies that the model holds, longest first."""
+    found = {tuple(b.float().tolist()) for name, b in engine.model.named_buffers() if "inv_freq" in name}
+    return sorted(found, key=lambda frequencies: (-len(frequencies), frequencies))
 
 
 def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]) -> Turn | str | None:
@@ -143,12 +155,6 @@ def _turn_of(engine: "Engine", alone: Sequence[tuple[Tensor, Tensor]], positions
         if fits(turn):
             return turn
     return "they depend on the position in another way than by a rotation (learned positions?)"
-
-
-def _frequencies(engine: "Engine") -> list[tuple[float, ...]]:
-    """The different sets of rotary frequencies that the model holds, longest first."""
-    found = {tuple(b.float().tolist()) for name, b in engine.model.named_buffers() if "inv_freq" in name}
-    return sorted(found, key=lambda frequencies: (-len(frequencies), frequencies))
 
 
 def _turns(frequencies: tuple[float, ...], key_dim: int, value_dim: int) -> list[Turn]:

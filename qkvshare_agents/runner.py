@@ -14,7 +14,6 @@ from qkvshare_agents.codec import kernels_name
 from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import canary_of
 from qkvshare_agents.encoder import Ids
-from qkvshare_agents.engine import Run
 from qkvshare_agents.errors import Cancelled, CodecError, UnsupportedModel
 from qkvshare_agents.fitter import whole
 from qkvshare_agents.identity import active_from, without_adapters
@@ -28,6 +27,7 @@ from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.replay import replay
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.residents import Key
+from qkvshare_agents.run import Run
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start, with_state

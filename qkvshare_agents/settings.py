@@ -8,6 +8,7 @@ from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
 from qkvshare_agents.integrity import check_secret
+from qkvshare_agents.models import DTYPES
 from qkvshare_agents.page import PRESETS, Precision, preset
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
 
@@ -18,12 +19,14 @@ JOINT = "joint"  # widths are chosen for all agents together: `residents`
 class HostSettings:
     """A model, and how its KV is laid out, stored and shared.
 
-    model: local directory, pulled name or Hub id. precision: a preset's name; `joint` chooses widths for every agent,
-    layer, keys and values so that the budget holds and attention moves least (average_bits: at most so many bits per
-    value on average). budget_bytes: pages kept, over all agents. layout: `relay` or `stock` (see transcript). system:
-    the text that is the same for every agent of the relay layout. salt: hosts with another salt never find each other's
-    pages (default: $QKVSHARE_SALT). secret: signs packages for other processes, which need the same one (default:
-    $QKVSHARE_SECRET; "": unsigned).
+    model: local directory, pulled name, Hub id, or a name given to `use_model`. dtype: `auto` takes what the checkpoint
+    has. device: of the whole model (default: cuda if there is one). device_map: transformers' own, for layers on
+    several devices or (with an offload_folder) on disk; their KV lies where they run. precision: a preset's name;
+    `joint` chooses widths for every agent, layer, keys and values so that the budget holds and attention moves least
+    (average_bits: at most so many bits per value on average). budget_bytes: pages kept, over all agents. layout:
+    `relay` or `stock` (see transcript). system: the text that is the same for every agent of the relay layout. salt:
+    hosts with another salt never find each other's pages (default: $QKVSHARE_SALT). secret: signs packages for other
+    processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
     packed_history: a turn reads what it continues from where it is stored, packed, and makes no native copy of it: less
@@ -47,6 +50,8 @@ class HostSettings:
     model: str
     dtype: str = "auto"
     device: str | None = None
+    device_map: str | dict[str, int | str] | None = None
+    offload_folder: str | None = None
     attn_implementation: str | None = None
     thinking: bool = False
     precision: str = "safe"
@@ -71,6 +76,10 @@ class HostSettings:
     lora: Literal["refuse", "share_base"] = "refuse"
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidSetting(f"no dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
+        if self.device is not None and self.device_map is not None:
+            raise InvalidSetting("device is for the whole model, device_map for its layers: give one of them")
         if self.precision not in {*PRESETS, JOINT}:
             names = ", ".join(PRESETS)
             raise InvalidSetting(f"no preset {self.precision!r}; the presets are {names}, and {JOINT}")

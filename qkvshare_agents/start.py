@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from qkvshare_agents.assembly import Assembly
 from qkvshare_agents.encoder import Ids
-from qkvshare_agents.engine import Run
 from qkvshare_agents.page import Page
 from qkvshare_agents.planner import Plan
 from qkvshare_agents.prefix_tree import NO_MATCH, Match
+from qkvshare_agents.run import Run
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.snapshot import Snapshot, SnapshotStore
 

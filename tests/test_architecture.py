@@ -10,22 +10,23 @@ ROOT = Path(__file__).parent.parent
 # Rank of every module; a module may import only lower ranks.
 RANKS = {
     "sensitivity": 1, "budget": 0, "observation": 5, "residents": 7, "status": 8,
-    "errors": 0, "encoder": 0, "access": 0, "report": 3, "planner": 1, "sampling": 1, "fingerprint": 1, "toolcall": 1,
+    "errors": 0, "encoder": 0, "access": 0, "report": 3, "planner": 1, "sampling": 1, "fingerprint": 2, "toolcall": 1,
     "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 3, "detokenizer": 3, "transcript": 4,
     "codec": 1, "page": 3, "snapshot": 3, "page_store": 5, "kv_cache": 4, "layers": 5, "settings": 5, "engine": 7,
-    "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "memory": 1, "integrity": 1, "container": 3,
+    "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "integrity": 1, "container": 3,
     "manifest_extras": 4, "manifest": 5,
     "transport": 3, "package": 6, "shared_store": 7, "start": 8, "runner": 10, "inspection": 8, "exchange": 10,
     "host": 11, "courier": 12, "drift": 1, "sharing": 13, "registry": 14, "eval": 15, "cli_eval": 16, "cli_budget": 16,
     "cli": 17, "packed_cache": 5, "packed_attention": 8, "lean_cache": 7, "lookout": 1, "attention": 2,
     "fitting": 1, "rotary": 5, "assembly": 6, "splice": 7, "fitter": 7, "composer": 9, "summary": 9,
     "projector": 8, "projection": 9, "lora": 8, "replay": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 5,
+    "weights": 1, "loaded": 2, "checkpoint": 3, "run": 5, "probe": 6,
     "span": 1, "checks": 1, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {
     "engine", "observation", "configuration", "layers", "models", "packed_attention", "eval", "fingerprint",
-    "attention", "lookout", "identity", "probed",
+    "attention", "lookout", "identity", "probed", "checkpoint", "run", "probe",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import transformers
 from support import tiny_engine, tiny_model, tiny_tokenizer
 from transformers import CONFIG_MAPPING, DynamicCache
 
-from qkvshare_agents import layers, page, verdicts
+from qkvshare_agents import layers, page, probe, verdicts
 from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
 from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
 from qkvshare_agents.eval.families import tiny_model as tiny_family
@@ -109,8 +109,8 @@ SLIDING = [
 
 def test_a_probe_is_remembered_of_the_very_same_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
     probes = []
-    original = Engine._probe
-    monkeypatch.setattr(Engine, "_probe", lambda self: probes.append(self.name) or original(self))
+    original = probe.find
+    monkeypatch.setattr(probe, "find", lambda engine: probes.append(engine.name) or original(engine))
 
     indexed = [Engine(tiny_family("glm_moe_dsa"), tiny_tokenizer(), remember=True) for _ in range(2)]
     assert indexed[0].shape == indexed[1].shape and indexed[1].shape.indexed and probes == ["glm_moe_dsa"]
@@ -141,7 +141,7 @@ def test_a_probe_is_remembered_of_the_very_same_model_only(monkeypatch: pytest.M
 def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", 7)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_continued", lambda *_: torch.zeros(640))
+        patch.setattr(probe, "_continued", lambda *_: torch.zeros(640))
         assert Engine(model, tiny_tokenizer(), remember=True).refusal
     assert Engine(model, tiny_tokenizer(), remember=True).refusal is None
 
@@ -170,9 +170,9 @@ def test_wide_windows_are_probed_as_if_they_were_short(
     kind: str, overrides: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = []
-    original = Engine._read
+    original = Engine.read
     monkeypatch.setattr(
-        Engine, "_read", lambda self, run, ids, count: fed.append(len(ids)) or original(self, run, ids, count)
+        Engine, "read", lambda self, run, ids, count: fed.append(len(ids)) or original(self, run, ids, count)
     )
     engine = tiny_engine(kind, max_position_embeddings=8192, **overrides)
     assert engine.refusal is None and engine.shape and max(fed) < 100
@@ -247,14 +247,14 @@ def test_what_can_not_be_handed_over_is_replayed_as_text(kind: str, overrides: d
 
 
 def test_a_model_that_continues_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Engine._forward
+    original = Engine.forward
 
     def forgets_positions(self: Engine, run: Run, ids: list[int]) -> torch.Tensor:
         if run.kv is not None and run.tokens:
             run = Run(DynamicCache(config=self.config), None, 0)
         return original(self, run, ids)
 
-    monkeypatch.setattr(Engine, "_forward", forgets_positions)
+    monkeypatch.setattr(Engine, "forward", forgets_positions)
     refusal = tiny_engine().refusal
     assert refusal is not None and "differently" in refusal
 

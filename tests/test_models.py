@@ -130,6 +130,17 @@ def test_a_chat_template_that_can_not_be_read_stops_before_anything_is_pulled(tm
     assert visible(home) == [] and not converter
 
 
+def test_a_directory_with_one_gguf_is_that_file(tmp_path, home, gguf, converter):
+    for model in (str(gguf), str(tmp_path)):
+        with pytest.raises(ModelNotFound, match=rf"qkvshare models pull NAME --from {gguf}$"):
+            models.resolve(model)
+    models.pull("mine", source=str(tmp_path))
+    assert converter == [b"GGUF of a test"]
+    (tmp_path / "another.gguf").write_bytes(b"")
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        models.pull("other", source=str(tmp_path))
+
+
 @pytest.mark.parametrize("missing", ["gone.gguf", "gone.whl", "gone"])
 def test_pull_missing_path(tmp_path, home, missing):
     with pytest.raises(ModelNotFound, match="no such file"):

@@ -50,7 +50,7 @@ def read_at(engine: Engine, position: int, ids: list[int]) -> KVCache:
     """KV of `ids` that are read at `position` behind nothing."""
     run = engine.begin(KVCache(engine.shape))
     run.tokens = position
-    engine._read(run, ids, 1)
+    engine.read(run, ids, 1)
     return run.kv
 
 
@@ -90,22 +90,22 @@ def test_what_follows_can_not_tell_moved_keys_from_computed_ones(family: str) ->
     engine = engine_of(family)
     here = read_at(engine, 0, IDS)
     run = engine.begin(here)
-    expected = engine._read(run, TAIL, len(TAIL))
+    expected = engine.read(run, TAIL, len(TAIL))
     moved = read_at(engine, 0, IDS)
     rotary.measure(engine).move(moved.span(0, len(IDS)), range(len(IDS)), range(MOVED_BY, MOVED_BY + len(IDS)))
     run = engine.begin(moved)
     run.tokens += MOVED_BY
-    got = engine._read(run, TAIL, len(TAIL))
+    got = engine.read(run, TAIL, len(TAIL))
     assert (got - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_unmoved_keys_are_seen(family: str = "llama") -> None:
     """The comparison above can fail: without the rotation the logits are far off."""
     engine = engine_of(family)
-    expected = engine._read(engine.begin(read_at(engine, 0, IDS)), TAIL, len(TAIL))
+    expected = engine.read(engine.begin(read_at(engine, 0, IDS)), TAIL, len(TAIL))
     run = engine.begin(read_at(engine, 0, IDS))
     run.tokens += MOVED_BY
-    assert (engine._read(run, TAIL, len(TAIL)) - expected).norm() > 0.05 * expected.norm()
+    assert (engine.read(run, TAIL, len(TAIL)) - expected).norm() > 0.05 * expected.norm()
 
 
 def test_layers_have_layouts_of_their_own() -> None:

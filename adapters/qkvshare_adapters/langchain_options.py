@@ -14,6 +14,8 @@ class ChatOptions(BaseModel):
 
     dtype: str = "auto"
     device: str | None = None
+    device_map: str | dict[str, int | str] | None = None
+    offload_folder: str | None = None
     attn_implementation: str | None = None
     thinking: bool = False
     precision: str = "safe"

@@ -27,6 +27,7 @@ GREEDY_TOKENS = 64
 def run(
     *,
     model: str = "smollm2-135m",
+    dtype: str = "auto",
     tokens: int = 2048,
     suffix: int = 32,
     preset: str = "safe",
@@ -43,7 +44,7 @@ def run(
     """
     if tokens < 1 or suffix < 1 or rounds < 1 or prompts < 0:
         raise InvalidSetting("tokens, suffix and rounds must be at least 1, prompts at least 0")
-    engine = engine or Engine.load(model)
+    engine = engine or Engine.load(model, dtype=dtype)
     if engine.refusal or engine.shape is None:
         raise InvalidSetting(f"{engine.name} can't hand KV over: {engine.refusal}")
     if engine.has_state:
