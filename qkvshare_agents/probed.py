@@ -29,6 +29,7 @@ def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
         "indexed": shape.indexed,
         "dtype": str(shape.dtype),
         "device": str(shape.device),
+        "devices": list(map(str, shape.devices)),
         "has_state": has_state,
         "replay": replay,
         "tolerance": tolerance,
@@ -43,21 +44,23 @@ def recall(fingerprint: Fingerprint, model: Any) -> Probed | None:
         groups = tuple(LayerGroup(tuple(map(int, layers)), *map(int, sizes)) for layers, *sizes in found["groups"])
         windows = tuple(None if window is None else int(window) for window in found["windows"])
         indexed = tuple(map(int, found["indexed"]))
+        devices = tuple(map(torch.device, found["devices"]))
         replay: Replay = "steps" if found["replay"] == "steps" else "chunks"
         if (found["dtype"], found["device"]) != (str(model.dtype), str(model.device)):
             return None
         return (
-            KVShape(groups, model.dtype, model.device, windows, indexed),
+            KVShape(groups, model.dtype, model.device, windows, devices, indexed),
             bool(found["has_state"]),
             replay,
             float(found["tolerance"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RuntimeError):
         return None
 
 
 def _name(fingerprint: Fingerprint, model: Any) -> str:
     """Changes with whatever may change the verdict: the model, and what runs it."""
     attention = getattr(model.config, "_attn_implementation", "")
-    by = (transformers.__version__, torch.__version__, str(model.device), str(attention))
+    placed = sorted((name, str(place)) for name, place in getattr(model, "hf_device_map", {}).items())
+    by = (transformers.__version__, torch.__version__, str(model.device), str(attention), placed)
     return hashlib.sha256(fingerprint.digest + repr(by).encode()).hexdigest()

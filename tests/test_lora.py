@@ -12,7 +12,7 @@ from support import tiny_model, tiny_tokenizer
 from qkvshare_agents import identity, package
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, PackageError
-from qkvshare_agents.host import HostSettings
+from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.lora import adapters_leave_kv
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.sampling import Sampling
@@ -270,6 +270,15 @@ def test_an_activated_adapter_is_read_as_peft_reads_it() -> None:
         first = engine.feed(run, sampled[-1:])
     generated = engine.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False)
     assert generated[0, len(ids) :].tolist() == sampled
+
+
+def test_generate_is_not_asked_where_it_would_not_see_the_invocation() -> None:
+    engine, said = activated(), []
+    for decoding in ("loop", "generate"):
+        host = Host(HostSettings("tiny", precision="native", decoding=decoding), engine)
+        member = host.roster.learn("", "c", f"You are c.\n{CALL} Judge it.")
+        said.append(host.submit(Turn(member, "", (TASK,), Sampling(max_tokens=8))).result().text)
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("lora", ["refuse", "share_base"])
