@@ -59,6 +59,12 @@ class Encoded:
         minimum = None if self.minimum is None else self.minimum[index]
         return replace(self, codes=self.codes[index], scale=self.scale[index], minimum=minimum)
 
+    def rows(self, wanted: list[int], device: torch.device) -> "Encoded":
+        """Copies of some layers of a stack [L, H, T, D], on a device."""
+        codes, scale = (x[wanted].to(device) for x in (self.codes, self.scale))
+        minimum = None if self.minimum is None else self.minimum[wanted].to(device)
+        return replace(self, codes=codes, scale=scale, minimum=minimum)
+
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.codes, self.scale) if self.minimum is None else (self.codes, self.scale, self.minimum)
 

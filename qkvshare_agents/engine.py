@@ -84,6 +84,11 @@ class Engine:
         return self._identity.fingerprint
 
     @property
+    def devices(self) -> frozenset[torch.device]:
+        """Where KV lies: with the layers that it belongs to."""
+        return frozenset(self.shape.places) if self.shape else frozenset()
+
+    @property
     def reads_in_steps(self) -> bool:
         """Behind what was read before, only token by token is exact (a fault of some state space models)."""
         return self.replay == "steps"

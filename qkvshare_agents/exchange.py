@@ -2,12 +2,10 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING
-
-from torch import Tensor, device
 
 from qkvshare_agents import projection
 from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
@@ -20,7 +18,7 @@ from qkvshare_agents.part import Part
 from qkvshare_agents.prefix_tree import chained_key
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.snapshot import Snapshot, put_together, taken_apart
-from qkvshare_agents.span import in_words
+from qkvshare_agents.span import in_words, sizes
 from qkvshare_agents.start import with_state
 from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.turn import Turn
@@ -96,7 +94,7 @@ class Exchange:
             state = put_together(package.state, self._state_like(host)) if package.state else None
         except PackageError as error:
             return Arrival((str(error),))
-        steps = [_on(engine.shape.device, step) for step in package.steps]
+        steps = [_on(engine.shape, step) for step in package.steps]
         (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
         came, settled = sum(tokens for _, tokens in runs), package.ids[:whole]
         news = new or (state and not host.snapshots.holds(settled))
@@ -153,7 +151,7 @@ def _mismatch(host: "Host", package: Package) -> str | None:
     assert shape is not None
     if differences := package.fingerprint.differences(host.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
-    if package.groups != shape.groups:
+    if sizes(package.groups) != sizes(shape.groups):
         return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
     if engine.has_state and package.state is None:
         return "the package lacks the recurrent state that this model needs beside its KV"
@@ -277,18 +275,23 @@ def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Ledger) -> tu
     return tuple(spoken.values())
 
 
-def _on(where: device, step: Step) -> Step:
-    """The step with its page on the device of the working cache."""
+def _on(shape: KVShape, step: Step) -> Step:
+    """The step with its page where the working cache has its layers."""
     page = step.page
-    if page is None or where.type == "cpu":
+    if page is None or not shape.groups or {place.type for place in shape.places} == {"cpu"}:
         return step
-    keys, values = (tuple(_moved(part, where) for part in parts) for parts in (page.keys, page.values))
+    keys, values = (
+        tuple(moved for part in parts for moved in _placed(shape, part)) for parts in (page.keys, page.values)
+    )
     return replace(step, page=replace(page, keys=keys, values=values))
 
 
-def _moved(part: Part, where: device) -> Part:
-    native, packed = part.native, part.packed
-    if packed:
-        minimum: Tensor | None = packed.minimum.to(where) if packed.minimum is not None else None
-        packed = replace(packed, codes=packed.codes.to(where), scale=packed.scale.to(where), minimum=minimum)
-    return Part(part.layers, None if native is None else native.to(where), packed)
+def _placed(shape: KVShape, part: Part) -> Iterator[Part]:
+    """A part for every device that has layers of it."""
+    for place in dict.fromkeys(shape.places):
+        here = {n for g, device in zip(shape.groups, shape.places, strict=True) if device == place for n in g.layers}
+        rows = [row for row, layer in enumerate(part.layers) if layer in here]
+        if rows:
+            native = None if part.native is None else part.native[rows].to(place)
+            packed = part.packed.rows(rows, place) if part.packed else None
+            yield Part(tuple(part.layers[row] for row in rows), native, packed)

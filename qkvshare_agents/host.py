@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from qkvshare_agents import decoding, rotary, status
 from qkvshare_agents import projector as projectors
-from qkvshare_agents import rotary, status
 from qkvshare_agents.codec import prepare
 from qkvshare_agents.drift import Canaries
 from qkvshare_agents.engine import Engine
@@ -87,9 +87,11 @@ class Host:
                     thinking=s.thinking,
                 )
             if not self._settled:
+                self.decode = decoding.chosen(self.settings.decoding, self._engine)
                 _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
                 if self.settings.handoff:
-                    prepare(self._engine.model.device)
+                    for device in self._engine.devices:
+                        prepare(device)
                     self._precision = settle(self._precision, self._engine)
                     self.rotary = rotary.of_stored(self._engine)
                 self._settle_in(self._engine)

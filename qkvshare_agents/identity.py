@@ -69,7 +69,7 @@ class Identity:
             if tensor.numel():
                 one = tensor.detach()[tuple(n // 2 for n in tensor.shape)]
                 by_device.setdefault(tensor.device, []).append(one.reshape(1).view(torch.uint8))
-        looked_at = tuple(bytes(torch.cat(held).tolist()) for held in by_device.values())
+        looked_at = tuple(bytes(torch.cat(held).cpu().tolist()) for held in by_device.values())
         places = hash(tuple(t.data_ptr() for t in tensors))
         files = frozenset(stamp for stamp in elsewhere if not isinstance(stamp, Tensor))
         return len(weights), versions, looked_at, places, files, in_effect(self._model)

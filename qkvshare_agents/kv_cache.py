@@ -25,13 +25,20 @@ _ROUND_TOKENS = 256
 class KVShape:
     """What a model keeps of a token: groups of layers that are alike, by their indices among the layers with KV.
 
-    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers.
+    windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. devices:
+    where each group is; empty if all of them are on `device`.
     """
 
     groups: tuple[LayerGroup, ...]
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...] = ()
+    devices: tuple[torch.device, ...] = ()
+
+    @property
+    def places(self) -> tuple[torch.device, ...]:
+        """Of each group."""
+        return self.devices or (self.device,) * len(self.groups)
 
     @property
     def layers(self) -> int:
@@ -90,7 +97,7 @@ class KVCache:
         """Start over, with room for `reserve_tokens` tokens."""
         self._lengths = [0] * self.shape.layers
         self.state = None
-        self._reserve(reserve_tokens)
+        self.reserve(reserve_tokens)
 
     def load(self, runs: Iterable[tuple[Page, int]]) -> None:
         """Append the first `tokens` tokens of each page, in order.
@@ -99,7 +106,7 @@ class KVCache:
         """
         start, added, window = self.tokens, list(runs), self.shape.window
         end = start + sum(tokens for _, tokens in added)
-        self._reserve(end)
+        self.reserve(end)
         for page, tokens in added:
             span = self.span(start, start + tokens)
             seen = window is None or window.sees(start, start + tokens, (end,))
@@ -111,8 +118,8 @@ class KVCache:
         """Of the tokens from `start` on, keep only the `wanted`, counted from `start`, in their order."""
         used, stop = self.tokens, start + len(wanted)
         if stop < used:
-            index = torch.tensor(list(wanted), device=self.shape.device)
             for block in self.span(start, used).blocks:
+                index = torch.tensor(list(wanted), device=block.keys.device)
                 for part in (block.keys, block.values):
                     part[:, :, : len(wanted)] = part.index_select(2, index)
         self._lengths = [stop] * self.shape.layers
@@ -134,6 +141,16 @@ class KVCache:
         keys, values = self._held[group]
         return keys[row, :, :stop], values[row, :, :stop]
 
+    def room(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of all the room of a layer, filled or not."""
+        group, row = self._places[layer]
+        keys, values = self._held[group]
+        return keys[row], values[row]
+
+    def advance(self, tokens: int) -> None:
+        """All layers hold `tokens` tokens now, since they were written into their room."""
+        self._lengths = [tokens] * self.shape.layers
+
     def length(self, layer: int) -> int:
         """Tokens of one layer; within a forward, layers that were run have more."""
         return self._lengths[layer]
@@ -142,7 +159,7 @@ class KVCache:
         """Add keys [H, t, Dk] and values [H, t, Dv] of one layer; returns views of all its tokens [H, T, D]."""
         start = self._lengths[layer]
         stop = start + keys.shape[-2]
-        self._reserve(stop)
+        self.reserve(stop)
         self._lengths[layer] = stop
         held_keys, held_values = self.layer(layer)
         held_keys[:, start:].copy_(keys)
@@ -150,15 +167,15 @@ class KVCache:
         return held_keys, held_values
 
     def _allocate(self, tokens: int) -> tuple[tuple[Tensor, Tensor], ...]:
-        shape = self.shape
-
-        def empty(group: LayerGroup, dim: int) -> Tensor:
-            return memory.empty((len(group.layers), group.heads, tokens, dim), shape.dtype, shape.device)
+        def empty(group: LayerGroup, dim: int, place: torch.device) -> Tensor:
+            return memory.empty((len(group.layers), group.heads, tokens, dim), self.shape.dtype, place)
 
         with torch.inference_mode(False):  # it may grow inside of a forward, and is written to outside of any
-            return tuple((empty(group, group.key_dim), empty(group, group.value_dim)) for group in shape.groups)
+            placed = zip(self.shape.groups, self.shape.places, strict=True)
+            return tuple((empty(g, g.key_dim, place), empty(g, g.value_dim, place)) for g, place in placed)
 
-    def _reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in all; views of before show what they showed."""
         if tokens <= self._room:
             return
         used = max(self._lengths, default=0)

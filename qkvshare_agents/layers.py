@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, cache_utils
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache, KVShape
@@ -94,10 +94,28 @@ class _ParallelLayer(_Parallel):
         return _update(self, key_states, value_states)
 
 
+class _StaticLayer(StaticLayer):
+    """Keys and values of one layer, in place in all of a KVCache's room: nothing moves, as torch.compile needs it."""
+
+    def __init__(self, kv: KVCache, index: int) -> None:
+        keys, values = kv.room(index)
+        super().__init__(keys.shape[1])
+        filled = kv.length(index)
+        for part in (keys, values):
+            part[:, filled:].zero_()  # it is masked, but NaN would get through
+        self.keys, self.values = keys[None], values[None]
+        self.device, self.dtype, self.batch_size, self.num_heads = keys.device, keys.dtype, 1, keys.shape[0]
+        self.k_head_dim, self.v_head_dim = keys.shape[2], values.shape[2]
+        self.cumulative_length = torch.tensor(filled, device=keys.device)
+        for tensor in (self.keys, self.values, self.cumulative_length):
+            torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+
 def _attach(layer: Any, kv: KVCache, index: int) -> None:
     layer._kv, layer._index = kv, index
-    layer.device, layer.dtype = kv.shape.device, kv.shape.dtype
     keys, values = kv.layer(index)
+    layer.device, layer.dtype = keys.device, keys.dtype
     layer.keys, layer.values = keys[None], values[None]
     layer.is_initialized = True
 
@@ -136,6 +154,17 @@ def cache_over(kv: KVCache, config: Any) -> Cache:
     return Cache(layers=layers)
 
 
+def static_over(kv: KVCache, config: Any) -> Cache:
+    """transformers' static cache in what room `kv` has; for plain attention only. `kv.advance` tells `kv` of it."""
+    attention = iter(range(kv.shape.layers))
+    kinds = kinds_of(DynamicCache(config=config))
+    layers = [
+        _StaticLayer(kv, next(attention)) if kind is LayerKind.ATTENTION else template
+        for template, kind in zip(DynamicCache(config=config).layers, kinds, strict=True)
+    ]
+    return Cache(layers=layers)
+
+
 def snapshot_of(cache: Cache, tokens: int) -> Snapshot | None:
     """Copy of the recurrent state behind `tokens` tokens; None for a cache without any."""
     stateful = [layer for layer in cache.layers if isinstance(layer, _Linear) and _STATE_FIELDS]
@@ -146,8 +175,8 @@ def snapshot_of(cache: Cache, tokens: int) -> Snapshot | None:
 
 def shape_of(cache: Cache) -> KVShape:
     """The KV's shape in a cache that has read something. Raises UnsupportedModel for what can't be stored."""
-    alike: dict[tuple[int, int, int, int | None], list[int]] = {}
-    kept: set[tuple[torch.dtype, torch.device]] = set()
+    alike: dict[tuple[int, int, int, int | None, torch.device], list[int]] = {}
+    dtypes: set[torch.dtype] = set()
     count = 0
     for layer, kind in zip(cache.layers, kinds_of(cache), strict=True):
         if not kind.has_kv:
@@ -158,15 +187,16 @@ def shape_of(cache: Cache) -> KVShape:
         heads, value_heads, window = keys.shape[1], values.shape[1], getattr(layer, "sliding_window", None)
         if value_heads != heads:
             raise UnsupportedModel(f"{heads} key heads and {value_heads} value heads can't be handed over yet")
-        alike.setdefault((heads, keys.shape[3], values.shape[3], window), []).append(count)
-        kept.add((keys.dtype, keys.device))
+        alike.setdefault((heads, keys.shape[3], values.shape[3], window, keys.device), []).append(count)
+        dtypes |= {keys.dtype, values.dtype}
         count += 1
     if not count:
         return _without_attention(cache)
-    if len(kept) != 1:
-        raise UnsupportedModel(f"layers differ in dtype or device {kept}; they can't be handed over yet")
+    if len(dtypes) != 1:
+        raise UnsupportedModel(f"layers differ in dtype {dtypes}; they can't be handed over yet")
     groups = tuple(LayerGroup(tuple(layers), *sizes[:3]) for sizes, layers in alike.items())
-    return KVShape(groups, *kept.pop(), windows_of(cache))
+    devices = tuple(device for *_, device in alike)
+    return KVShape(groups, dtypes.pop(), devices[0], windows_of(cache), devices if len(set(devices)) > 1 else ())
 
 
 def _without_attention(cache: Cache) -> KVShape:

@@ -43,7 +43,7 @@ class Observer:
         self._gains: dict[int, Tensor | None] = {}
         self._sizes: dict[str, dict[str, Tensor]] = {}
         self._output: tuple[str, Tensor] | None = None
-        self._visible: dict[tuple[int, int, int | None], tuple[Tensor, Tensor]] = {}
+        self._visible: dict[tuple[int, int, torch.device, int | None], tuple[Tensor, Tensor]] = {}
         self._found: dict[int, tuple[Tensor, str]] = {}
         self._units: list[Unit] | None = None
         self._read_tokens = TOKENS_BETWEEN  # since the last observation; the first one comes at once
@@ -96,7 +96,7 @@ class Observer:
         n, tokens = query.shape[2], keys.shape[2]
         step = n // _ROWS
         rows = slice(n - 1 - step * (_ROWS - 1), n, step)
-        place = (n, tokens, None if mask is None else mask.data_ptr())
+        place = (n, tokens, query.device, None if mask is None else mask.data_ptr())
         if place not in self._visible:  # the same for all layers of a kind
             looked_at = torch.arange(n, device=query.device)[rows]
             self._visible[place] = looked_at + tokens - n, visible(mask, looked_at, n, tokens)
@@ -114,10 +114,10 @@ class Observer:
             self.refusal = self.refusal or f"attention of {len(self._found)} of {self._layers} layers was seen"
             return
         found = [self._found[layer] for layer in sorted(self._found)]
-        measured = torch.stack([numbers for numbers, _ in found])
+        measured = _stacked([numbers for numbers, _ in found])
         shares = [self._share(block) for _, block in found]
         if all(share is not None for share in shares):
-            measured = measured * torch.stack([share for share in shares if share is not None])[:, None]
+            measured = measured * _stacked([share for share in shares if share is not None])[:, None]
         units = [Unit(*numbers) for numbers in measured.tolist()]
         if bool(measured.isfinite().all()):
             self._units = units
@@ -192,3 +192,8 @@ def _attend(
     elif query.shape[0] == 1 and query.shape[2] > 1 and not observer.refusal:
         observer.see(module, query, key, value, attention_mask, options.get("scaling"))
     return output
+
+
+def _stacked(found: list[Tensor]) -> Tensor:
+    """Of all layers, whatever device they are on; on the CPU."""
+    return torch.stack([numbers.cpu() for numbers in found])

@@ -41,7 +41,10 @@ class _PackedLayer(DynamicLayer):
     def __init__(self, kv: PackedCache, index: int) -> None:
         super().__init__()
         self._kv, self._index = kv, index
-        self.device, self.dtype = kv.shape.device, kv.shape.dtype
+        self.dtype = kv.shape.dtype
+        self.device = next(
+            place for group, place in zip(kv.shape.groups, kv.shape.places, strict=True) if index in group.layers
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -31,10 +31,11 @@ class PackedCache:
         self._packed = [PackedPages() for _ in range(shape.layers)]
         self._native: list[list[Native]] = [[] for _ in range(shape.layers)]
         self._halves: set[int] = set()  # layers of which some page packs keys only, or values only
-        self._groups = {layer: group for group in shape.groups for layer in group.layers}
+        placed = zip(shape.groups, shape.places, strict=True)
+        self._groups = {layer: (group, place) for group, place in placed for layer in group.layers}
         self._tail = KVCache(shape, round_tokens=_TAIL_TOKENS)
         self._settled = 0
-        self._scratch: Tensor | None = None
+        self._scratch: dict[torch.device, Tensor] = {}
 
     @property
     def tokens(self) -> int:
@@ -53,7 +54,7 @@ class PackedCache:
     @property
     def native_bytes(self) -> int:
         """Bytes of native keys and values that this cache holds beside its pages: the tail, and one layer's scratch."""
-        return self._tail.nbytes + (0 if self._scratch is None else self._scratch.untyped_storage().nbytes())
+        return self._tail.nbytes + sum(scratch.untyped_storage().nbytes() for scratch in self._scratch.values())
 
     @property
     def page_bytes(self) -> int:
@@ -88,7 +89,7 @@ class PackedCache:
 
     def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         """Attention of one new token: query [HQ, Dk] over all of the layer's tokens; returns [HQ, Dv]."""
-        kernels = backend.kernels(self.shape.device)
+        kernels = backend.kernels(query.device)
         if layer in self._halves:
             return kernels.attention(query, PackedPages(), [self.dequantized(layer)], scaling)
         native = [*self._native[layer], self._tail.layer(layer)]
@@ -107,7 +108,7 @@ class PackedCache:
 
     def drop_scratch(self) -> None:
         """Free what `dequantized` wrote to."""
-        self._scratch = None
+        self._scratch.clear()
 
     def _add(self, page: Page, tokens: int) -> None:
         for layer in range(self.shape.layers):
@@ -124,9 +125,11 @@ class PackedCache:
         self._settled += tokens
 
     def _room(self, layer: int) -> Native:
-        group, tokens = self._groups[layer], self.length(layer)
+        (group, place), tokens = self._groups[layer], self.length(layer)
         sizes = [group.heads * tokens * dim for dim in (group.key_dim, group.value_dim)]
-        if self._scratch is None or self._scratch.numel() < sum(sizes):
-            self._scratch = torch.empty(sum(sizes) * 5 // 4, dtype=self.shape.dtype, device=self.shape.device)
-        keys, values, _ = self._scratch.split([*sizes, self._scratch.numel() - sum(sizes)])
+        scratch = self._scratch.get(place)
+        if scratch is None or scratch.numel() < sum(sizes):
+            scratch = torch.empty(sum(sizes) * 5 // 4, dtype=self.shape.dtype, device=place)
+            self._scratch[place] = scratch
+        keys, values, _ = scratch.split([*sizes, scratch.numel() - sum(sizes)])
         return keys.view(group.heads, tokens, group.key_dim), values.view(group.heads, tokens, group.value_dim)

@@ -28,6 +28,7 @@ def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
         "windows": shape.windows,
         "dtype": str(shape.dtype),
         "device": str(shape.device),
+        "devices": list(map(str, shape.devices)),
         "has_state": has_state,
         "replay": replay,
         "tolerance": tolerance,
@@ -50,12 +51,13 @@ def recall(fingerprint: Fingerprint, model: Any) -> Probed | None:
             replay,
             float(found["tolerance"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RuntimeError):
         return None
 
 
 def _name(fingerprint: Fingerprint, model: Any) -> str:
     """Changes with whatever may change the verdict: the model, and what runs it."""
     attention = getattr(model.config, "_attn_implementation", "")
-    by = (transformers.__version__, torch.__version__, str(model.device), str(attention))
+    placed = sorted((name, str(place)) for name, place in getattr(model, "hf_device_map", {}).items())
+    by = (transformers.__version__, torch.__version__, str(model.device), str(attention), placed)
     return hashlib.sha256(fingerprint.digest + repr(by).encode()).hexdigest()

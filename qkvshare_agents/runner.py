@@ -123,12 +123,10 @@ class Runner:
         first = logits.clone() if self._host.settings.measure_replay else None
         speech = Speech(engine, turn, longest, on_text)
         first_ms = None
-        while speech.add(logits):
-            first_ms = first_ms or _ms_since(started)
-            following = engine.feed(start.run, speech.ids[-1:], cancelled)
-            if following is None:
-                raise Cancelled(f"the turn was cancelled after {len(speech.ids)} tokens")
-            logits = following
+        if speech.add(logits):
+            first_ms = _ms_since(started)
+            ids = (*prompt.ids, *speech.ids)
+            self._host.decode(engine, start.run, ids, speech.left, speech.choose, cancelled)
         first_ms = first_ms or _ms_since(started)
         text, thought, calls = speech.finish()
         sealing = time.perf_counter()

@@ -27,6 +27,8 @@ class HostSettings:
     `relay` or `stock` (see transcript). system: the text that is the same for every agent of the relay layout. salt:
     hosts with another salt never find each other's pages (default: $QKVSHARE_SALT). secret: signs packages for other
     processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
+    decoding: `loop` decodes by our own loop, `generate` by transformers' `generate`, whose static caches torch.compile
+    needs; `auto`: `generate` only where our loop would read the whole text anew for every token.
     share: where conversations that go on in other processes find each other's KV: `shm`, `redis://...`, `rediss://...`
     (default: $QKVSHARE_SHARE; "": nowhere).
     packed_history: a turn reads what it continues from where it is stored, packed, and makes no native copy of it: less
@@ -53,6 +55,7 @@ class HostSettings:
     device_map: str | dict[str, int | str] | None = None
     offload_folder: str | None = None
     attn_implementation: str | None = None
+    decoding: Literal["auto", "loop", "generate"] = "auto"
     thinking: bool = False
     precision: str = "safe"
     average_bits: float | None = None
@@ -78,6 +81,8 @@ class HostSettings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"no dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
+        if self.decoding not in ("auto", "loop", "generate"):
+            raise InvalidSetting(f'no decoding {self.decoding!r}; choose "auto", "loop" or "generate"')
         if self.device is not None and self.device_map is not None:
             raise InvalidSetting("device is for the whole model, device_map for its layers: give one of them")
         if self.precision not in {*PRESETS, JOINT}:

@@ -77,6 +77,11 @@ class Span:
         return Span(min(stop, self.tokens) - start, tuple(blocks))
 
 
+def sizes(groups: Iterable[LayerGroup]) -> dict[int, tuple[int, int, int]]:
+    """(heads, key_dim, value_dim) of every layer: what groups of one model have in common wherever its layers are."""
+    return {layer: (g.heads, g.key_dim, g.value_dim) for g in groups for layer in g.layers}
+
+
 def in_words(groups: Iterable[LayerGroup]) -> str:
     """Layers x heads x size of keys + of values; groups of one shape as one."""
     alike: dict[tuple[int, int, int], int] = {}

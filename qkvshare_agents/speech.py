@@ -29,6 +29,15 @@ class Speech:
     def ids(self) -> list[int]:
         return self._text.ids
 
+    @property
+    def left(self) -> int:
+        """Tokens that may come yet."""
+        return self._longest - len(self.ids)
+
+    def choose(self, logits: Tensor) -> int | None:
+        """As `add`; returns the token, or None when the answer has ended."""
+        return self.ids[-1] if self.add(logits) else None
+
     def add(self, logits: Tensor) -> bool:
         """Choose the next token; True if the answer goes on behind it."""
         if self._matcher:

@@ -72,7 +72,7 @@ def plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         for part in parts:
             yield from plain(f"{name}.{part}", getattr(tensor, part))
         return
-    yield name, tensor.detach().as_subclass(Tensor)
+    yield name, tensor.detach()
     for part in ("quant_state", "CB", "SCB"):  # bitsandbytes' parameters
         if (held := getattr(tensor, part, None)) is not None:
             yield from _parts(f"{name}.{part}", held)

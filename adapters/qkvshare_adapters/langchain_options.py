@@ -17,6 +17,7 @@ class ChatOptions(BaseModel):
     device_map: str | dict[str, int | str] | None = None
     offload_folder: str | None = None
     attn_implementation: str | None = None
+    decoding: Literal["auto", "loop", "generate"] = "auto"
     thinking: bool = False
     precision: str = "safe"
     average_bits: float | None = None

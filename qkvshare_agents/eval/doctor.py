@@ -20,6 +20,7 @@ from qkvshare_agents.rotary import Rotary
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.span import in_words
 from qkvshare_agents.template import Ids
+from qkvshare_agents.weights import input_device
 
 _SHARED_TOKENS, _OWN_TOKENS, _GAP = 100, 12, 50
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # relative, of logits
@@ -111,8 +112,8 @@ def _behind(engine: Engine, kv: KVCache, tail: Ids) -> Tensor:
 
 def _replayed(engine: Engine, ids: Ids) -> Tensor:
     """Logits of one forward without any cache, which no fault of a cache can spoil."""
-    device = engine.model.device
-    output = engine.model(input_ids=torch.tensor([ids], device=device), use_cache=False)
+    place = input_device(engine.model)
+    output = engine.model(input_ids=torch.tensor([ids], device=place), use_cache=False)
     return output.logits[0, -1].float()
 
 
