@@ -7,6 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
+# How many tokens an indexer picks: in the configuration, and in the modules that read it from there
+_PICKED = ("index_topk", "indexer_budget", "token_budget")
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
@@ -25,21 +27,31 @@ def rope_switch_tokens(config: Any) -> int | None:
 
 @contextmanager
 def narrowed(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """Inside, no attention window or chunk of the model is wider than `tokens`: the same weights and the same code, of
-    which a few tokens then show what they do beyond a window."""
-    before: list[tuple[Any, str, int]] = []
+    """Inside, no attention window or chunk of the model is wider than `tokens`, and no indexer picks more: the same
+    weights and the same code, of which a few tokens then show what they do beyond a window."""
+    before: list[tuple[Any, str, int, int]] = []
     for thing in (model.config.get_text_config(), *model.modules()):
-        for name in _WINDOWS:
+        limits = dict.fromkeys((*_WINDOWS, *_PICKED), tokens)
+        if type(rate := getattr(thing, "compress_ratio", None)) is int:
+            limits["block_topk"] = tokens // rate  # of an indexer that picks blocks
+        for name, limit in limits.items():
             wide = getattr(thing, name, None)
-            if type(wide) is int and wide > tokens:
-                before.append((thing, name, wide))
+            if type(wide) is int and wide > limit:
+                before.append((thing, name, wide, limit))
     try:
-        for thing, name, _ in before:
-            setattr(thing, name, tokens)
+        for thing, name, _, limit in before:
+            setattr(thing, name, limit)
         yield
     finally:
-        for thing, name, wide in before:
+        for thing, name, wide, _ in before:
             setattr(thing, name, wide)
+
+
+def picked_tokens(config: Any) -> int:
+    """Behind how many tokens it shows what an indexer leaves out and how older tokens are compressed; 0 without any."""
+    picked = max((number for name in _PICKED if type(number := getattr(config, name, None)) is int), default=0)
+    rates = (getattr(config, "compress_rates", None) or {"": 1}).values()  # tokens that become one, by kind of layer
+    return max(picked * min(rates), max(rates) if max(rates) > 1 else 0)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:

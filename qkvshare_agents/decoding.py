@@ -52,6 +52,8 @@ def by_generate(
     engine: Engine, run: Run, ids: Sequence[int], most: int, choose: Choose, cancelled: Callable[[], bool]
 ) -> None:
     """The same by `generate`, on the run's own cache; on none of ours where only the model can fill one."""
+    if run.active_from is not None:  # it would look for the tokens that activate the adapter in the last one alone
+        return by_loop(engine, run, ids, most, choose, cancelled)
     static = _static(engine, run, most)
     given = list(ids)
     if run.cache is not None and engine.replay != "whole":
@@ -113,7 +115,9 @@ def _refusal(engine: Engine) -> str | None:
 def _static(engine: Engine, run: Run, most: int) -> Any:
     """A static cache over the run's KV, if the model asks for one and all of its layers are plain attention."""
     asked = getattr(engine.model.generation_config, "cache_implementation", None) == "static"
-    if not asked or type(run.kv) is not KVCache or engine.has_state or engine.shape is None or engine.shape.window:
+    if not asked or type(run.kv) is not KVCache or engine.has_state or engine.shape is None:
+        return None
+    if engine.shape.window or engine.shape.indexed:
         return None
     run.kv.reserve(run.tokens + most + 1)
     return static_over(run.kv, engine.config)

@@ -17,7 +17,7 @@ from qkvshare_agents import checkpoint, probe, probed
 from qkvshare_agents.configuration import eos_ids, narrowed, rope_switch_tokens
 from qkvshare_agents.errors import ContextOverflow, QKVShareError
 from qkvshare_agents.fingerprint import Fingerprint
-from qkvshare_agents.identity import Identity
+from qkvshare_agents.identity import Identity, invocation
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.layers import cache_over, snapshot_of, windows_of
 from qkvshare_agents.observation import Observer
@@ -165,6 +165,9 @@ class Engine:
             arguments[self.cache_argument] = run.cache
         if self.takes_positions:  # always explicit: some models forget the cache's length without them
             arguments["position_ids"] = torch.arange(run.tokens, run.tokens + len(ids), device=device)[None]
+        if invocation(self.model):  # else `peft` looks for the tokens in these ids alone
+            active = 0 if run.active_from is None else max(0, run.tokens + len(ids) - run.active_from)
+            arguments["alora_offsets"] = [active]
         if self._keeps_logits:
             arguments["logits_to_keep"] = count
         output = self.model(input_ids=torch.tensor([list(ids)], device=device), **arguments)
@@ -182,12 +185,15 @@ class Engine:
         """Inside, the model looks back over short windows, for probes whose text is beyond any of them."""
         shape = self.shape
         with narrowed(self.model, probe.WINDOW_TOKENS):
-            if shape:
-                self.shape = replace(shape, windows=windows_of(DynamicCache(config=self.config)))
+            self.shape = shape and self.with_windows(shape)
             try:
                 yield
             finally:
                 self.shape = shape or self.shape
+
+    def with_windows(self, shape: KVShape) -> KVShape:
+        """The same with windows as wide as they are now."""
+        return replace(shape, windows=windows_of(DynamicCache(config=self.config), len(shape.indexed)))
 
     def probe_ids(self, count: int) -> list[int]:
         """Ids of no meaning."""

@@ -17,7 +17,7 @@ from qkvshare_agents.page import PRESETS, Page, keep_native, seal
 from qkvshare_agents.part import Part
 from qkvshare_agents.prefix_tree import chained_key
 from qkvshare_agents.report import Arrival
-from qkvshare_agents.snapshot import Snapshot, put_together, taken_apart
+from qkvshare_agents.snapshot import Snapshot, difference, put_together, taken_apart
 from qkvshare_agents.span import in_words, sizes
 from qkvshare_agents.start import with_state
 from qkvshare_agents.transcript import Message, Prompt
@@ -61,6 +61,8 @@ class Exchange:
                 raise PackageError(
                     "there is no KV to hand over: the recurrent state behind it is no longer stored here"
                 )
+        if state and difference(taken_apart(state), self._state_like(host)):
+            raise PackageError("the model's state grows with its tokens, and such state does not travel yet")
         if match.not_by(host.adapters):
             raise PackageError("KV that was computed with several LoRA adapters stays here")
         steps, covered = host.store.steps(match, have), settled[: match.tokens]

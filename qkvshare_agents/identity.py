@@ -7,7 +7,7 @@ what it does, its tensors and settings, whatever it is called.
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,30 @@ def in_effect(model: PreTrainedModel) -> tuple[str, ...]:
             names |= {active} if isinstance(active, str) else set(active)
         names |= set(getattr(module, "merged_adapters", ()))
     return tuple(sorted(names & _settings(model).keys()))
+
+
+def invocation(model: Any) -> tuple[int, ...]:
+    """The token ids that activate the adapter in effect (`peft`'s activated LoRA); () if none need be there.
+
+    Before the last place in a prompt where they stand, the model is its base.
+    """
+    if not _settings(model) or not hasattr(model, "special_peft_forward_args"):
+        return ()
+    found = (getattr(_settings(model)[name], "alora_invocation_tokens", None) for name in in_effect(model))
+    return tuple(next((tokens for tokens in found if tokens), ()))
+
+
+def active_from(model: Any, ids: Sequence[int]) -> int | None:
+    """Where in a prompt an adapter that its tokens activate becomes active; None without any."""
+    tokens = invocation(model)
+    starts = range(len(ids) - len(tokens), -1, -1) if tokens else ()
+    return next((start for start in starts if tuple(ids[start : start + len(tokens)]) == tokens), None)
+
+
+def activated_only(model: Any) -> bool:
+    """Whether every adapter in effect is one that tokens activate."""
+    settings = [_settings(model)[name] for name in in_effect(model)]
+    return bool(invocation(model)) and all(getattr(s, "alora_invocation_tokens", None) for s in settings)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ class KVShape:
     """What a model keeps of a token: groups of layers that are alike, by their indices among the layers with KV.
 
     windows: of each layer, how many tokens it attends to (None: all); empty if that holds for all layers. devices:
-    where each group is; empty if all of them are on `device`.
+    where each group is; empty if all of them are on `device`. indexed: layers whose tokens an indexer picks; what it
+    keeps of a token are layers of their own, behind all others.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -34,6 +35,7 @@ class KVShape:
     device: torch.device
     windows: tuple[int | None, ...] = ()
     devices: tuple[torch.device, ...] = ()
+    indexed: tuple[int, ...] = ()
 
     @property
     def places(self) -> tuple[torch.device, ...]:
@@ -44,6 +46,11 @@ class KVShape:
     def layers(self) -> int:
         """Layers that have KV."""
         return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def indexers_from(self) -> int | None:
+        """The first of the layers that indexers keep; None without any."""
+        return self.layers - len(self.indexed) if self.indexed else None
 
     @property
     def values_per_token(self) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.identity import at_the_end, without_adapters
+from qkvshare_agents.identity import activated_only, at_the_end, without_adapters
 from qkvshare_agents.snapshot import tensors_in
 
 _TOKENS = 12
@@ -12,7 +12,9 @@ _TOKENS = 12
 
 def adapters_leave_kv(engine: Engine) -> bool:
     """Whether the model keeps the same of its tokens either way: its adapters are at the end of the last layer, and
-    tokens that are read show no difference, bit for bit."""
+    tokens that are read show no difference, bit for bit. Or tokens activate them: only what is before these is kept."""
+    if activated_only(engine.model):
+        return True
     if not at_the_end(engine.model, engine.config.num_hidden_layers - 1):
         return False
     kept = [_kept(engine)]

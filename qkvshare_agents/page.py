@@ -35,7 +35,8 @@ class Precision:
     channels over the head dimension before quantizing; that helps some models and harms others, and None leaves it
     to a probe of the model (`rotation`). rotate_values: the same for values; None does so below 8 bits.
     key_group_size: tokens that share a key channel's scale and minimum (None: the page). value_group_size:
-    neighbouring values of a token's head that share a scale (None: the head).
+    neighbouring values of a token's head that share a scale (None: the head). wide_from: layers from this one on, what
+    indexers keep, get at least 8 bits: which tokens are attended to hangs on small differences there.
     """
 
     key_bits: int | None = 8
@@ -48,6 +49,7 @@ class Precision:
     key_group_size: int | None = None
     value_group_size: int | None = 64
     widths: tuple[tuple[int | None, int | None], ...] | None = None
+    wide_from: int | None = None
 
     def __post_init__(self) -> None:
         widths = (*codec.WIDTHS, None)
@@ -72,6 +74,8 @@ class Precision:
 
     def bits(self, layer: int) -> tuple[int | None, int | None]:
         """Width of keys and of values of a layer. Raises InvalidSetting for one that `widths` does not name."""
+        if self.wide_from is not None and layer >= self.wide_from and not self.is_native:
+            return 8, 8
         if self.widths is None:
             return self.key_bits, self.value_bits
         if layer >= len(self.widths):

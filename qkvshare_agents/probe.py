@@ -1,15 +1,15 @@
 """What a model does behind injected KV, found out by doing it when it is loaded."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from qkvshare_agents.configuration import picked_tokens
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.layers import has_state, kinds_of, longest_window, shape_of, windows_of
+from qkvshare_agents.layers import has_state, kinds_of, longest_window, shape_of
 from qkvshare_agents.probed import Replay
 from qkvshare_agents.run import Run
 
@@ -46,8 +46,7 @@ def find(engine: "Engine") -> str | None:
     """Set the engine's shape, has_state, replay and tolerance; returns why KV can't be handed over, or None."""
     with engine.narrowed():
         refusal = _find(engine)
-    if engine.shape:
-        engine.shape = replace(engine.shape, windows=windows_of(DynamicCache(config=engine.config)))
+    engine.shape = engine.shape and engine.with_windows(engine.shape)
     if refusal:
         engine.replay = _replay(engine)
     return refusal
@@ -58,7 +57,8 @@ def _find(engine: "Engine") -> str | None:
     name, window = engine.config.model_type, longest_window(cache)
     if window > WINDOW_TOKENS:
         return f"{name} has a window of {window} tokens, which can't be probed"
-    ids = engine.probe_ids(window + _TOKENS)  # a window shows only beyond its length
+    # a window shows only beyond its length, and so does what an indexer leaves out
+    ids = engine.probe_ids(max(window, picked_tokens(engine.config)) + _TOKENS)
     split = len(ids) - _TOKENS // 2
     try:
         engine.has_state = has_state(kinds_of(cache))

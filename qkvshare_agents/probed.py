@@ -26,6 +26,7 @@ def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
     verdict = {
         "groups": [[list(g.layers), g.heads, g.key_dim, g.value_dim] for g in shape.groups],
         "windows": shape.windows,
+        "indexed": shape.indexed,
         "dtype": str(shape.dtype),
         "device": str(shape.device),
         "devices": list(map(str, shape.devices)),
@@ -42,11 +43,13 @@ def recall(fingerprint: Fingerprint, model: Any) -> Probed | None:
     try:
         groups = tuple(LayerGroup(tuple(map(int, layers)), *map(int, sizes)) for layers, *sizes in found["groups"])
         windows = tuple(None if window is None else int(window) for window in found["windows"])
+        indexed = tuple(map(int, found["indexed"]))
+        devices = tuple(map(torch.device, found["devices"]))
         replay: Replay = "steps" if found["replay"] == "steps" else "chunks"
         if (found["dtype"], found["device"]) != (str(model.dtype), str(model.device)):
             return None
         return (
-            KVShape(groups, model.dtype, model.device, windows),
+            KVShape(groups, model.dtype, model.device, windows, devices, indexed),
             bool(found["has_state"]),
             replay,
             float(found["tolerance"]),

@@ -17,7 +17,9 @@ _BITS = 2  # at 3 and 4 bits a few tokens decide: of eight texts one said otherw
 
 
 def settle(precision: Precision, engine: Engine) -> Precision:
-    """`precision` with what it leaves open (`rotate_keys` None) decided for this model."""
+    """`precision` with what it leaves open (`rotate_keys` None) decided for this model, and its indexers in view."""
+    if engine.shape and engine.shape.indexed:
+        precision = replace(precision, wide_from=engine.shape.indexers_from)
     if precision.is_native or precision.rotate_keys is not None:
         return precision
     return replace(precision, rotate_keys=rotation_helps(engine))

@@ -16,7 +16,7 @@ from qkvshare_agents.drift import canary_of
 from qkvshare_agents.encoder import Ids
 from qkvshare_agents.errors import Cancelled, CodecError, UnsupportedModel
 from qkvshare_agents.fitter import whole
-from qkvshare_agents.identity import without_adapters
+from qkvshare_agents.identity import active_from, without_adapters
 from qkvshare_agents.keeping import seal_read
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.lean_cache import LeanCache
@@ -24,6 +24,7 @@ from qkvshare_agents.packed_attention import begin as begin_packed
 from qkvshare_agents.page import Page
 from qkvshare_agents.planner import Mode, plan, stale_after
 from qkvshare_agents.prefix_tree import NO_MATCH
+from qkvshare_agents.replay import replay
 from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.residents import Key
 from qkvshare_agents.run import Run
@@ -105,7 +106,9 @@ class Runner:
         started = time.perf_counter()
         summed = self._summaries.shorten(turn, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
         turn = summed.turn
-        fitted = self._composer.fit(turn, self._host.prompt(turn), self._refusal(self._host.context_tokens))
+        prompt = self._host.prompt(turn)
+        fixed = None if active_from(engine.model, prompt.ids) is None else "tokens in the prompt activate an adapter"
+        fitted = self._composer.fit(turn, prompt, self._refusal(self._host.context_tokens) or fixed)
         prompt, room = fitted.prompt, self._host.context_tokens - fitted.tokens
         longest = min(turn.sampling.max_tokens or room, room)
         if fitted.source is None:
@@ -114,7 +117,7 @@ class Runner:
             start = self._composer.assemble(
                 fitted, turn, self._working_cache(fitted.tokens + _RESERVED_TOKENS, moved=True)
             )
-        start = self._composer.splice(start, prompt, turn, cancelled)
+        start = start if fixed else self._composer.splice(start, prompt, turn, cancelled)
         reused = start.plan.reused_tokens
         with self._composer.watching():
             logits = self._read(start, prompt, cancelled)
@@ -138,7 +141,7 @@ class Runner:
         for key in ledger_keys(text, calls):
             self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
-        replay_ms, replay_kl = self._replay(whole(fitted), first) if first is not None else (None, None)
+        replay_ms, replay_kl = replay(engine, whole(fitted).ids, first) if first is not None else (None, None)
         report = HandoffReport(
             agent=turn.speaker.name,
             source=prompt.last_answerer(start.covered),
@@ -179,8 +182,8 @@ class Runner:
         """Emptied, with room for `tokens`. moved: what is loaded will be written to, so it can't stay packed."""
         shape, settings = self._host.engine.shape, self._host.settings
         assert shape is not None
-        lean = settings.packed_history and shape.layers and not (settings.splice or moved or shape.window)
-        kind = LeanCache if lean else KVCache
+        native = settings.splice or moved or shape.window or shape.indexed or not shape.layers
+        kind = LeanCache if settings.packed_history and not native else KVCache
         if type(self._kv) is not kind or self._kv.shape != shape:
             self._kv = kind(shape)
         self._held = ()
@@ -190,10 +193,11 @@ class Runner:
     def _begin(self, prompt: Prompt, longest: int, turn: Turn) -> Start:
         """Plan the turn and put the KV that it reuses into the working cache."""
         engine, access = self._host.engine, turn.access
+        active = active_from(engine.model, prompt.ids)
         if refusal := self._refusal(len(prompt.ids) + longest):
-            return Start(engine.begin(None), plan(prompt.settled, 0, refusal=refusal))
+            return Start(replace(engine.begin(None), active_from=active), plan(prompt.settled, 0, refusal=refusal))
         store = self._host.store
-        ids = prompt.ids[:-1]  # one token must be run in any case
+        ids = prompt.ids[:-1][:active]  # one token must be run in any case
         match = store.match(ids, access.readers)
         found, state = match.agreeing, None
         hidden = access.readers is not None and store.stored_tokens(ids) > found
@@ -214,6 +218,9 @@ class Runner:
         if others := match.not_by(self._host.adapters):
             why = f"KV of {others} tokens was computed with other LoRA adapters, which is an approximation"
             decision = replace(decision, reasons=(*decision.reasons, why))
+        if active is not None and active < prompt.settled:
+            why = f"from token {active} on an adapter is active, and KV that is computed with it is not kept"
+            decision = replace(decision, reasons=(*decision.reasons, why))
         importing = time.perf_counter()
         kv = self._working_cache(len(prompt.ids) + min(longest, _RESERVED_TOKENS))
         kv.load(match.runs)
@@ -222,8 +229,9 @@ class Runner:
             hops = max(1, hops if turn.arrival.moved_bytes and not turn.arrival.alarmed else hops + 1)
         hops = hops if match.tokens else 0
         import_ms = _ms_since(importing)
+        run = replace(self._run_on(kv), active_from=active)
         return Start(
-            self._run_on(kv), decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale),
+            run, decision, match, store, access.owners, import_ms, state, hops=hops, renews=bool(stale),
             covered=match.tokens,
         )  # fmt: skip
 
@@ -237,9 +245,9 @@ class Runner:
     def _read(self, start: Start, prompt: Prompt, cancelled: Callable[[], bool]) -> Tensor:
         """Feed what was not handed over; returns the logits behind it. State is copied before the cue."""
         engine, position = self._host.engine, start.covered
-        stops = [len(prompt.ids)]
-        if engine.has_state and start.store and position < prompt.settled:
-            stops.insert(0, prompt.settled)
+        stops, settled = [len(prompt.ids)], len(prompt.ids[: prompt.settled][: start.run.active_from])
+        if engine.has_state and start.store and position < settled:
+            stops.insert(0, settled)
         while True:
             stop = stops.pop(0)
             logits = engine.feed(start.run, prompt.ids[position:stop], cancelled)
@@ -260,6 +268,7 @@ class Runner:
         last = start.assembly or Assembly()
         fed = ids[: len(last.prefix) + start.run.tokens - last.tokens]
         self._held = () if start.assembly else fed
+        fed, plainly = fed[: start.run.active_from], start.run.active_from is None and self._speaks_plainly()
         evicted, precision, sealed_tokens = store.evicted_pages, self._host.precision_of(_key(turn)), 0
         by = self._host.adapters
         try:
@@ -269,25 +278,16 @@ class Runner:
             return (f"KV of this turn was not kept: {error}",)
         self._host.residents.note_turn(_key(turn), fed, sealed_tokens)
         self._composer.keep(start, fed, prompt, turn)
-        if start.assembly is None and self._speaks_plainly() and not self._host.engine.has_state:
+        if start.assembly is None and plainly and not self._host.engine.has_state:
             self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
-        if state := self._host.engine.snapshot(start.run):
+        state = self._host.engine.snapshot(start.run)
+        if state and state.tokens == len(fed):  # else it is behind tokens that were read with an adapter
             start.snapshots[len(fed)] = state
         for tokens, snapshot in start.snapshots.items():
             self._host.snapshots.keep(fed[:tokens], snapshot)
         if dropped := store.evicted_pages - evicted:
             return (f"{dropped} pages were dropped, least recently used first: {store.budget_bytes:,} bytes are full",)
         return ()
-
-    def _replay(self, prompt: Prompt, first: Tensor) -> tuple[float, float]:
-        """Milliseconds that reading the text takes, and how far `first`, the turn's first logits, is off (nats)."""
-        started = time.perf_counter()
-        logits = self._host.engine.feed(self._host.engine.begin(None), prompt.ids)
-        assert logits is not None
-        int(logits.argmax())
-        replay_ms = _ms_since(started)
-        expected, got = logits.double().log_softmax(-1), first.double().log_softmax(-1)
-        return replay_ms, float((expected.exp() * (expected - got)).sum())
 
 
 def _key(turn: Turn) -> Key:

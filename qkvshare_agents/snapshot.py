@@ -65,17 +65,21 @@ def taken_apart(snapshot: Snapshot) -> State:
     return State(snapshot.tokens, tuple(parts))
 
 
+def difference(state: State, like: Snapshot) -> str | None:
+    """The first name, shape or dtype that is not as in `like`; None if all are."""
+    came, own = (list(map(str, some.parts)) for some in (state, taken_apart(like)))
+    if len(came) != len(own):
+        return f"{len(came)} tensors, not {len(own)}"
+    return next((f"{a}, not {b}" for a, b in zip(came, own, strict=True) if a != b), None)
+
+
 def put_together(state: State, like: Snapshot) -> Snapshot:
     """A snapshot of copies of `state`'s tensors; everything else is taken from `like`, of the same model.
 
     Raises PackageError if names, shapes or dtypes are not those of `like`.
     """
-    came, own = (list(map(str, some.parts)) for some in (state, taken_apart(like)))
-    if came != own:
-        theirs, ours = next(
-            ((a, b) for a, b in zip(came, own, strict=False) if a != b), (f"{len(came)}", f"{len(own)}")
-        )
-        raise PackageError(f"the package's recurrent state is another than this model's: {theirs}, not {ours}")
+    if different := difference(state, like):
+        raise PackageError(f"the package's recurrent state is another than this model's: {different}")
     tensors = iter([part.tensor for part in state.parts])
     return Snapshot(state.tokens, tuple(_filled(layer, tensors) for layer in like.layers))
 

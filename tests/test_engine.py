@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from qkvshare_agents import layers, page, probe, verdicts
 from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
 from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
+from qkvshare_agents.eval.families import tiny_model as tiny_family
 from qkvshare_agents.kv_cache import KVCache
 
 EXACT_KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "phi3"]
@@ -111,6 +112,10 @@ def test_a_probe_is_remembered_of_the_very_same_model_only(monkeypatch: pytest.M
     original = probe.find
     monkeypatch.setattr(probe, "find", lambda engine: probes.append(engine.name) or original(engine))
 
+    indexed = [Engine(tiny_family("glm_moe_dsa"), tiny_tokenizer(), remember=True) for _ in range(2)]
+    assert indexed[0].shape == indexed[1].shape and indexed[1].shape.indexed and probes == ["glm_moe_dsa"]
+    probes.clear()
+
     def load(name: str, seed: int = 0, **overrides: object) -> Engine:
         model = tiny_model("gemma3_text", seed, sliding_window=24, head_dim=16, **overrides)
         return Engine(model, tiny_tokenizer(), name=name, remember=True)
@@ -205,9 +210,16 @@ _SPARSE = {
     "moe_intermediate_size": 16, "first_k_dense_replace": 1, "index_topk": 4096, "index_n_heads": 2,
     "index_head_dim": 16,
 }  # fmt: skip
+_BLOCK_SPARSE = {
+    "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "index_n_heads": 2,
+    "index_head_dim": 16, "dense_intermediate_size": 64, "shared_intermediate_size": 64,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+}  # fmt: skip
 REFUSED = [
     ("rwkv", {"attention_hidden_size": 48}, "can't be handed over"),
-    ("deepseek_v32", _SPARSE, "DynamicIndexedLayer"),
+    # two index heads: a quarter of all scores is 0; which of equal ones are picked differs with what is read at once
+    ("deepseek_v32", _SPARSE, "continues differently"),
+    ("minimax_m3_vl_text", _BLOCK_SPARSE, "MiniMaxM3VLSparseCacheLayer"),
     ("minimax", {"head_dim": 16, "num_local_experts": 2, "layer_types": ["full_attention"] * 3}, "cache of its own"),
     # its state lives in the modules, so that it seems to continue until another conversation comes in between
     (

@@ -11,7 +11,7 @@ from scripted import ScriptedHost
 from support import tiny_tokenizer
 from typer.testing import CliRunner
 
-from qkvshare_agents import cli
+from qkvshare_agents import cli, layers
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import doctor, families
@@ -24,9 +24,11 @@ from qkvshare_agents.turn import Turn
 README = (Path(__file__).parent.parent / "README.md").read_text()
 REPRESENTATIVE = (
     "llama", "mistral", "gpt2", "bloom", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "deepseek_v3",
-    "qwen3_5_text", "lfm2", "mamba", "mamba2", "falcon_h1", "jamba", "nemotron_h",
+    "qwen3_5_text", "lfm2", "mamba", "mamba2", "falcon_h1", "jamba", "nemotron_h", "gptj", "longcat_flash", "olmoe",
+    "deepseek_v32", "glm_moe_dsa", "qwen4_exp_text", "deepseek_v4", "kimi_linear", "minimax", "rwkv", "recurrent_gemma",
 )  # fmt: skip
-STATEFUL = ("qwen3_5_text", "lfm2", "falcon_h1", "mamba", "mamba2", "jamba")
+STATEFUL = ("qwen3_5_text", "lfm2", "falcon_h1", "mamba", "mamba2", "jamba", "qwen4_exp_text", "deepseek_v4")
+INDEXED = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, please.", "user")
 
 
@@ -42,7 +44,7 @@ def test_the_committed_table_says_what_is_found(family: str) -> None:
 
 
 def test_the_table_has_every_family() -> None:
-    named = re.findall(r"^\| ([a-z0-9_]+) \| (?:attention|recurrent|parallel)", README, re.M)
+    named = re.findall(r"^\| ([a-z0-9_]+) \| (?:attention|recurrent|parallel|indexed)", README, re.M)
     assert named == list(families.FAMILIES)
 
 
@@ -57,8 +59,8 @@ def test_the_commands_print_json() -> None:
     assert found["one_token"] and found["kl"]["native"] < found["kl"]["tiny"] < found["kl"]["no context"]
 
 
-@pytest.mark.parametrize("family", STATEFUL)
-def test_a_conversation_over_recurrent_state_is_exact(family: str) -> None:
+@pytest.mark.parametrize("family", [*STATEFUL, *INDEXED[:2]])
+def test_a_conversation_over_recurrent_state_and_indexers_is_exact(family: str) -> None:
     h = ScriptedHost(lambda prompt: f"The answer number {len(prompt)} in some words.", engine=engine_of(family))
     messages = [TASK]
     for i in range(5):
@@ -116,6 +118,53 @@ def test_a_snapshot_is_not_changed_by_whoever_continues_from_it(family: str) -> 
     assert kv.state and kv.tokens == 40
     first, second = (engine.logits(kv, [5, 6, 7, 8], 4) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("family", INDEXED)
+@pytest.mark.parametrize("fault", ["forgets", "shifted"])
+def test_an_indexer_with_wrong_keys_is_seen_by_the_probe(
+    family: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it picks more tokens than a probe reads: it is made to pick fewer for as long."""
+    wide = {"index_topk": 2048} if family != "qwen4_exp_text" else {"indexer_budget": 2048}
+    assert Engine(families.tiny_model(family, **wide), tiny_tokenizer()).refusal is None
+    original = layers._IndexedLayer.update_indexer
+
+    def wrong(self: layers._IndexedLayer, states: torch.Tensor) -> torch.Tensor:
+        found = original(self, states)
+        before = found.shape[1] - states.shape[1]
+        if before and fault == "forgets":
+            found[:, :before] = 0
+        return found if fault == "forgets" or not before else found.roll(1, 1)
+
+    monkeypatch.setattr(layers._IndexedLayer, "update_indexer", wrong)
+    refusal = Engine(families.tiny_model(family, **wide), tiny_tokenizer()).refusal
+    assert refusal and "continues differently" in refusal
+
+
+def test_layers_that_use_an_earlier_ones_choice_have_no_indexer() -> None:
+    shape = engine_of("glm_moe_dsa").shape
+    assert shape and shape.layers == 4 + len(shape.indexed) and 0 < len(shape.indexed) < 4
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("tiny", {3, 2, 8}), ("safe", {8}), ("native", set())])
+def test_what_indexers_keep_has_eight_bits(precision: str, bits: set[int]) -> None:
+    h = ScriptedHost(lambda _: "Yes, so it is.", engine=engine_of("deepseek_v32"), precision=precision)
+    h.submit(Turn(h.roster.learn("", "a", "You are a."), "", (TASK,), Sampling(max_tokens=30))).result()
+    pages = h.store.match(h.prompts[0].ids).pages
+    parts = [part for page in pages for part in page.parts if part.packed]
+    assert {part.packed.bits for part in parts} == bits
+    assert {part.packed.bits for part in parts if min(part.layers) >= 3} == bits & {8}
+
+
+def test_a_packed_history_is_not_for_indexers() -> None:
+    h = ScriptedHost(lambda _: "Yes, so it is.", engine=engine_of("deepseek_v32"), packed_history=True)
+    member, messages = h.roster.learn("", "a", "You are a."), [TASK]
+    for _ in range(2):
+        answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result()
+        messages.append(Message("user", answer.text, "a"))
+    assert h.modes == ["TEXT", "KV"]
+    h.assert_exact()
 
 
 def test_a_model_that_is_not_exact_is_seen_by_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

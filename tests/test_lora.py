@@ -12,7 +12,7 @@ from support import tiny_model, tiny_tokenizer
 from qkvshare_agents import identity, package
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, PackageError
-from qkvshare_agents.host import HostSettings
+from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.lora import adapters_leave_kv
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.sampling import Sampling
@@ -208,3 +208,155 @@ def test_transformers_own_adapters_are_told_apart(monkeypatch: pytest.MonkeyPatc
     assert engine.fingerprint.differences(plain) == ["lora_adapters"]
     model.disable_adapters()
     assert engine.fingerprint == plain
+
+
+# -- adapters that tokens of the prompt activate ----------------------------------------------------------------------
+
+
+CALL = "<|call|>"  # in an agent's instruction, and so in its cue
+
+
+def activated(kind: str = "llama", targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "down_proj")) -> Engine:
+    """A tiny model with a random activated LoRA on all layers."""
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode(CALL, add_special_tokens=False)
+    torch.manual_seed(5)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM",
+        alora_invocation_tokens=ids,
+    )  # fmt: skip
+    model: Any = peft.get_peft_model(tiny_model(kind), settings, adapter_name="helper")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.mul_(3.0)
+    return Engine(model.eval(), tokenizer, name="activated")
+
+
+def judge_of(engine: Engine, **settings: object) -> ScriptedHost:
+    """Agents a and b speak as the base; c's cue activates the adapter."""
+    host = ScriptedHost(lambda prompt: f"Answer {len(prompt)} to what was asked.", engine=engine, **settings)
+    for name in "abc":
+        host.roster.learn("", name, f"You are {name}." + (f"\n{CALL} Judge it." if name == "c" else ""))
+    return host
+
+
+def reference(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
+    """What peft says behind a whole prompt, in one forward without a cache: it finds the tokens itself."""
+    with torch.inference_mode():
+        return engine.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+
+
+def test_an_activated_adapter_is_read_as_peft_reads_it() -> None:
+    """In pieces, and token by token behind the prompt as peft's own generate does."""
+    engine = activated()
+    call = list(identity.invocation(engine.model))
+    ids = tuple([5, 6, 7, *call, 9, 10, 11, 12, *call, 13, 14])
+    at = identity.active_from(engine.model, ids)
+    assert at == len(ids) - 2 - len(call), "the last place counts"
+    for pieces in ([len(ids)], [4, 9, len(ids)], [*range(1, len(ids) + 1)]):
+        run, start = engine.begin(None), 0
+        run.active_from = at
+        for stop in pieces:
+            logits = engine.feed(run, ids[start:stop])
+            start = stop
+        torch.testing.assert_close(logits, reference(engine, ids), rtol=1e-4, atol=1e-4)
+    inactive = engine.begin(None)
+    assert not torch.allclose(engine.feed(inactive, ids), reference(engine, ids), atol=0.1), (
+        "the adapter does something"
+    )
+    sampled, first = [], reference(engine, ids)
+    for _ in range(6):
+        sampled.append(int(first.argmax()))
+        first = engine.feed(run, sampled[-1:])
+    generated = engine.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+    assert generated[0, len(ids) :].tolist() == sampled
+
+
+def test_generate_is_not_asked_where_it_would_not_see_the_invocation() -> None:
+    engine, said = activated(), []
+    for decoding in ("loop", "generate"):
+        host = Host(HostSettings("tiny", precision="native", decoding=decoding), engine)
+        member = host.roster.learn("", "c", f"You are c.\n{CALL} Judge it.")
+        said.append(host.submit(Turn(member, "", (TASK,), Sampling(max_tokens=8))).result().text)
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("lora", ["refuse", "share_base"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_kv_before_the_invocation_is_shared_exactly(kind: str, lora: str) -> None:
+    """Every turn's logits equal one forward of peft's own over the whole prompt."""
+    engine = activated(kind)
+    host, messages = judge_of(engine, lora=lora), [TASK]
+    worst = []
+    original = host._runner._read
+
+    def checked(start: Any, prompt: Any, cancelled: Any) -> torch.Tensor:
+        logits = original(start, prompt, cancelled)
+        behind = engine.begin(None)
+        behind.active_from = identity.active_from(engine.model, prompt.ids)
+        real = start.run.expected[-1]
+        worst.append(float((real - reference(engine, prompt.ids)).abs().max()))
+        return logits
+
+    host._runner._read = checked
+    reports = [say(host, member, messages) for member in "abcbca"]
+    assert max(worst) < 1e-3
+    assert host.prompts[2].ids != host.prompts[1].ids and identity.active_from(engine.model, host.prompts[2].ids)
+    assert [r.mode.value for r in reports[:3]] == ["TEXT", "KV", "KV"], [r.reasons for r in reports]
+    assert reports[2].reused_tokens == host.prompts[2].settled, "of what the others said, all"
+    # what c said is read again by the others, behind KV of what came before its cue
+    for report, prompt in zip(reports[3:], host.prompts[3:], strict=True):
+        assert report.mode.value == "PARTIAL" and 0 < report.reused_tokens < prompt.settled
+        at = identity.active_from(engine.model, prompt.ids)
+        assert at is not None and report.reused_tokens <= at
+
+
+def test_base_and_activated_share_in_both_directions_and_between_processes() -> None:
+    plain, helper = engine_of(one=HARMLESS["ends"]), activated()
+    switch(plain, None)  # the base alone
+    a, c = judge_of(plain), judge_of(helper, lora="share_base")
+    assert a.fingerprint == c.fingerprint
+    messages = [TASK]
+    say(a, "a", messages)
+    out = a.export(Turn(a.roster.members("")["c"], "", tuple(messages)))
+    assert c.adopt(package.read(Payload([b"".join(out.write().pieces)]))) == ()
+    report = say(c, "c", messages)
+    assert report.mode.value == "KV" and report.reused_tokens == out.covered_tokens and report.reasons == ()
+    back = c.export(Turn(c.roster.members("")["a"], "", tuple(messages)))
+    assert back.covered_tokens == identity.active_from(helper.model, c.prompts[-1].ids), "nothing of the adapter's"
+    b = judge_of(plain)
+    assert b.adopt(package.read(Payload([b"".join(back.write().pieces)]))) == ()
+    assert say(b, "b", messages).mode.value == "PARTIAL"
+    b.assert_exact()
+    refusing = judge_of(helper)
+    assert "lora_adapters differ" in refusing.adopt(package.read(Payload([b"".join(out.write().pieces)])))[0]
+
+
+def test_an_activated_adapter_beside_a_plain_one_is_no_base() -> None:
+    engine = activated()
+    assert identity.activated_only(engine.model) and adapters_leave_kv(engine)
+    with identity.without_adapters(engine.model):
+        assert identity.invocation(engine.model) == () and identity.active_from(engine.model, [1, 2]) is None
+    torch.manual_seed(6)
+    engine.model.add_adapter("plain", config(*HARMFUL["keys"]))
+    engine.model.base_model.set_adapter(["helper", "plain"])
+    assert not identity.activated_only(engine.model) and not adapters_leave_kv(engine)
+
+
+def test_state_behind_an_invocation_is_not_kept() -> None:
+    from qkvshare_agents.eval.families import tiny_model as tiny_family
+
+    tokenizer = tiny_tokenizer()
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "in_proj"], init_lora_weights=False,
+        task_type="CAUSAL_LM", alora_invocation_tokens=tokenizer.encode(CALL, add_special_tokens=False),
+    )  # fmt: skip
+    engine = Engine(peft.get_peft_model(tiny_family("lfm2"), settings).eval(), tokenizer)
+    assert engine.refusal is None
+    host, messages = judge_of(engine, lora="share_base"), [TASK]
+    for member in "abcab":
+        say(host, member, messages)
+    for ids in host.snapshots._kept:
+        at = identity.active_from(engine.model, ids)
+        assert at is None, "a state that has read the invocation"
+    assert host.modes[:3] == ["TEXT", "KV", "KV"] and host.modes[3] == "PARTIAL"

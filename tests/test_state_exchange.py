@@ -22,7 +22,7 @@ from qkvshare_agents.turn import Turn
 
 STATEFUL = (
     "qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "mamba", "falcon_mamba", "mamba2", "falcon_h1", "zamba2",
-    "granitemoehybrid", "jamba", "bamba", "nemotron_h",
+    "granitemoehybrid", "jamba", "bamba", "nemotron_h", "kimi_linear", "qwen4_exp_text",
 )  # fmt: skip
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, please.", "user")
 
@@ -81,6 +81,17 @@ def test_a_conversation_goes_on_in_another_process_and_back(family: str) -> None
     b.assert_exact()
 
 
+def test_what_an_indexer_keeps_goes_along() -> None:
+    a, b = scripted("deepseek_v32"), scripted("deepseek_v32")
+    messages = answered(a, "a", [TASK])
+    out = a.export(turn(a, "b", messages))
+    assert out.state is None and [len(group.layers) for group in out.groups] == [3, 3]
+    assert b.take(carried(out)).reasons == ()
+    answered(b, "b", messages)
+    assert b.modes == ["KV"]
+    b.assert_exact()
+
+
 @pytest.mark.parametrize("precision", ["native", "safe", "tiny"])
 def test_two_processes_say_what_one_says(precision: str) -> None:
     def opened() -> Host:
@@ -111,8 +122,8 @@ def _changed(state: State, which: int, **fields: object) -> State:
 DAMAGE = {
     "missing": (lambda s: None, "lacks the recurrent state"),
     "of another position": (lambda s: replace(s, tokens=s.tokens - 1), "behind 253 tokens, its KV of 254"),
-    "a tensor less": (lambda s: replace(s, parts=s.parts[:-1]), "another than this model's: 5, not 6"),
-    "a tensor more": (lambda s: replace(s, parts=(*s.parts, StatePart(9, "x", torch.ones(2)))), "7, not 6"),
+    "a tensor less": (lambda s: replace(s, parts=s.parts[:-1]), "another than this model's: 5 tensors, not 6"),
+    "a tensor more": (lambda s: replace(s, parts=(*s.parts, StatePart(9, "x", torch.ones(2)))), "7 tensors, not 6"),
     "another shape": (lambda s: _changed(s, 1, tensor=s.parts[1].tensor[..., :-1]), "another than this model's"),
     "another dtype": (lambda s: _changed(s, 1, tensor=s.parts[1].tensor.half()), "float16"),
     "another name": (lambda s: _changed(s, 1, name="recurrent_states.1"), "recurrent_states.1 of layer 0"),
@@ -219,6 +230,13 @@ def test_pages_that_are_too_coarse_are_sent_wider() -> None:
     assert {part.packed.bits for step in out.steps for part in step.page.parts if part.packed} == {3, 2}
     with pytest.raises(PackageError, match="another turn ran since"):
         coarse.export(turn(coarse, "b", messages), wider=True)
+
+
+def test_state_that_grows_stays_in_its_process() -> None:
+    a = scripted("deepseek_v4")
+    messages = answered(a, "a", [TASK])
+    with pytest.raises(PackageError, match="grows with its tokens"):
+        a.export(turn(a, "b", messages))
 
 
 def test_a_full_context_is_not_sent() -> None:

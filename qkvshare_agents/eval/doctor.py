@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class _Stored:
         run = engine.begin(kv)
         engine.feed(run, ids)
         self.state: Snapshot | None = engine.snapshot(run)
-        self.pages: PageStore = seal_all(kv, ids, precision)
+        self.pages: PageStore = seal_all(kv, ids, replace(precision, wide_from=engine.shape.indexers_from))
 
     def open(self, engine: Engine, ids: Ids) -> KVCache:
         assert engine.shape is not None
@@ -96,7 +97,7 @@ def _ids(engine: Engine) -> tuple[Ids, list[Ids]]:
 def _exact(engine: Engine, stored: _Stored, shared: Ids, tail: Ids) -> bool:
     if stored.pages.match(shared).tokens != len(shared):
         return False
-    got, expected = _behind(engine, stored.open(engine, shared), tail), _replayed(engine, shared + tail)
+    got, expected = _behind(engine, stored.open(engine, shared), tail), _replayed(engine, shared + tail)[0]
     return float((got - expected).norm() / expected.norm()) <= _tolerance(engine)
 
 
@@ -110,11 +111,11 @@ def _behind(engine: Engine, kv: KVCache, tail: Ids) -> Tensor:
     return logits
 
 
-def _replayed(engine: Engine, ids: Ids) -> Tensor:
-    """Logits of one forward without any cache, which no fault of a cache can spoil."""
+def _replayed(engine: Engine, ids: Ids, count: int = 1) -> Tensor:
+    """Logits [count, V] behind the last ids of one forward without any cache, which no fault of a cache can spoil."""
     place = input_device(engine.model)
     output = engine.model(input_ids=torch.tensor([ids], device=place), use_cache=False)
-    return output.logits[0, -1].float()
+    return output.logits[0, -count:].float()
 
 
 def _moves(engine: Engine, turns: Rotary, stored: "_Stored", shared: Ids, tail: Ids) -> str | None:
@@ -130,8 +131,8 @@ def _moves(engine: Engine, turns: Rotary, stored: "_Stored", shared: Ids, tail: 
     return "attention depends on absolute positions"
 
 
-def _spliced(engine: Engine, turns: Rotary, shared: Ids, tail: Ids) -> Tensor:
-    """Logits behind `shared`, most of whose KV was computed behind another beginning of another length."""
+def _spliced(engine: Engine, turns: Rotary, shared: Ids) -> KVCache:
+    """KV of `shared`, most of it computed behind another beginning of another length."""
     begin, again = len(shared) // 5, len(shared) // 10
     other = (*reversed(shared[: begin // 2]), *shared[begin:])
     first = begin + again
@@ -142,18 +143,23 @@ def _spliced(engine: Engine, turns: Rotary, shared: Ids, tail: Ids) -> Tensor:
     kv.load(_Stored(engine, other, PRESETS["native"]).pages.match(other).runs)
     kv.keep(first, range(first + source, len(other)))
     rotary.move(turns, kv, [*range(first), *range(first + source, len(other))])
-    return _behind(engine, kv, tail)
+    return kv
 
 
 def _divergences(engine: Engine, shared: Ids, tail: Ids, turns: Rotary) -> dict[str, float]:
-    expected = _replayed(engine, shared + tail)
-    found = {
-        name: kl_divergence(expected, _behind(engine, _Stored(engine, shared, precision).open(engine, shared), tail))
-        for name, precision in PRESETS.items()
-    }
+    count = len(tail)
+
+    def mean_kl(got: Tensor) -> float:
+        return sum(map(kl_divergence, expected, got)) / count
+
+    expected = _replayed(engine, shared + tail, count)
+    found = {}
+    for name, precision in PRESETS.items():
+        kv = _Stored(engine, shared, precision).open(engine, shared)
+        found[name] = mean_kl(engine.logits(kv, tail, count))
     if turns.refusal is None:
-        found["spliced"] = kl_divergence(expected, _spliced(engine, turns, shared, tail))
-    return {**found, "no context": kl_divergence(expected, _replayed(engine, tail))}
+        found["spliced"] = mean_kl(engine.logits(_spliced(engine, turns, shared), tail, count))
+    return {**found, "no context": mean_kl(_replayed(engine, tail, count))}
 
 
 def _layers(engine: Engine) -> dict[str, Any]:

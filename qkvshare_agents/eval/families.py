@@ -36,6 +36,9 @@ _LATENT = {
     "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
+_INDEXED = {**_LATENT, "q_lora_rank": 24, "index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
+# Granite's default is 1, with which softmax is 3.5 times as sharp as elsewhere
+_ATTENTION_AS_USUAL = {"attention_multiplier": 12**-0.5}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 # Layers with a window and without differ in heads and head size, and the last ones use the KV of earlier ones.
@@ -43,6 +46,9 @@ _SHARING = {
     "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 640, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
+
+_ROTARY_GPT = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 4096, "n_inner": 64, "rotary_dim": 8}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 
 # What differs from _SIZES, by transformers' model type.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -52,7 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"hidden_size": 64}, "mpt": {"d_model": 48, "n_heads": 4, "n_layers": 3, "max_seq_len": 4096},
     "arcee": {}, "ernie4_5": {"head_dim": 16}, "seed_oss": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
-    "granite": {}, "cohere": {}, "cohere2": _WINDOW, "olmo2": {}, "olmo3": _WINDOW, "glm": {"head_dim": 12},
+    "granite": _ATTENTION_AS_USUAL,
+    "cohere": {}, "cohere2": _WINDOW, "olmo2": {}, "olmo3": _WINDOW, "glm": {"head_dim": 12},
     "glm4": {"head_dim": 12}, "exaone4": {**_WINDOW, "num_hidden_layers": 4}, "gemma": {"head_dim": 16},
     "gemma2": {**_WINDOW, "head_dim": 16}, "gemma3_text": {**_WINDOW, "head_dim": 16},
     "gemma3n_text": {
@@ -83,8 +90,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_ngroups": 1, "n_mamba_heads": 2, "num_mem_blocks": 2, "attention_head_dim": 24,
     },
     "granitemoehybrid": {
-        **_MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 2, "num_experts_per_tok": 1,
-        "shared_intermediate_size": 32,
+        **_MAMBA2, **_ATTENTION_AS_USUAL, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 2,
+        "num_experts_per_tok": 1, "shared_intermediate_size": 32,
     },
     "jamba": {
         "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
@@ -95,6 +102,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 6, "mamba_head_dim": 16,
         "ssm_state_size": 8, "n_groups": 1, "head_dim": 12,
     },
+    "gptj": _ROTARY_GPT, "codegen": _ROTARY_GPT, "gpt_bigcode": {}, "persimmon": {}, "nemotron": {},
+    "helium": {"head_dim": 12}, "apertus": {}, "bitnet": {}, "internlm3": {}, "diffllama": {}, "olmo": {},
+    "nanochat": {}, "ministral3": {"head_dim": 16}, "cwm": {**_WINDOW, "head_dim": 12, "num_hidden_layers": 4},
+    "vaultgemma": {**_WINDOW, "head_dim": 16}, "olmoe": _EXPERTS, "flex_olmo": _EXPERTS,
+    "phimoe": {"num_local_experts": 4}, "granitemoe": {**_ATTENTION_AS_USUAL, "num_local_experts": 4},
+    "granitemoeshared": {**_ATTENTION_AS_USUAL, "num_local_experts": 4, "shared_intermediate_size": 32},
+    "jetmoe": {"kv_channels": 12, "num_key_value_heads": 4, "num_local_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "glm4_moe": {**_ROUTED, "first_k_dense_replace": 1, "head_dim": 12},
+    "dots1": {**_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 12},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "hy_v3": {**_EXPERTS, "head_dim": 16},
+    "exaone_moe": {**_EXPERTS, **_WINDOW, "head_dim": 16, "num_hidden_layers": 4},
+    "mimo_v2_flash": {**_WINDOW, **_ROUTED, "head_dim": 16, "v_head_dim": 12},
+    "longcat_flash": {
+        **_LATENT, "q_lora_rank": 24, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16,
+        "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8,
+    },
+    "deepseek_v32": _INDEXED, "glm_moe_dsa": {**_INDEXED, "index_topk_freq": 2, "num_hidden_layers": 4},
+    "qwen4_exp_text": {
+        **_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 24,
+        "indexer_compress_ratio": 4,
+    },
+    "deepseek_v4": {
+        **_WINDOW, **_ROUTED, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24, "o_lora_rank": 8,
+        "o_groups": 2, "qk_rope_head_dim": 8, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 16,
+        "compress_rates": {"heavily_compressed_attention": 16, "compressed_sparse_attention": 4},
+        "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+        "num_local_experts": 4,
+    },
+    "kimi_linear": {
+        **_LATENT, "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 4, "q_lora_rank": 24,
+        "linear_attn_config": {
+            "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+        },
+    },
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "lfm2_moe": {
+        **_EXPERTS, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1,
+    },
+    "lfm3": {"num_hidden_layers": 4}, "zaya": {},
+    "minimax": {}, "rwkv": {}, "xlstm": {"num_heads": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 24, "head_dim": 12},
 }  # fmt: skip
 COLUMNS = ("exact", "reading", "cut", "fork", "fitting", "splice", "8", "4", "3", "3/2")
 _PRESET_OF = {"8": "safe", "4": "default", "3": "small", "3/2": "tiny"}
