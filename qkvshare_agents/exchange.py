@@ -291,4 +291,4 @@ def _moved(part: Part, where: device) -> Part:
     if packed:
         minimum: Tensor | None = packed.minimum.to(where) if packed.minimum is not None else None
         packed = replace(packed, codes=packed.codes.to(where), scale=packed.scale.to(where), minimum=minimum)
-    return Part(part.layers, None if native is None else native.to(where), packed)
+    return replace(part, native=None if native is None else native.to(where), packed=packed)

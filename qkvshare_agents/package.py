@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents import container, integrity, manifest
+from qkvshare_agents.balance import Balance
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.container import Contents, Entry
 from qkvshare_agents.drift import Canary
@@ -94,12 +95,15 @@ class Package:
         digests = iter([integrity.digest(algorithm, _padded(page)).hex() for page in pages])
         state = [_raw(part.tensor) for part in self.state.parts] if self.state else []
         layouts: dict[Layout, int] = {}
+        balances: dict[Balance, int] = {}
         described = Manifest(
             id=self.id, created_ms=self.created_ms, expires_ms=self.expires_ms, fingerprint=self.fingerprint,
-            tokens=len(self.ids), runs=tuple(_run(step, digests, layouts) for step in self.steps), ledger=self.ledger,
-            handoff=self.handoff, metadata=self.metadata, groups=self.groups, layouts=tuple(layouts),
+            tokens=len(self.ids), runs=tuple(_run(step, digests, layouts, balances) for step in self.steps),
+            ledger=self.ledger, handoff=self.handoff, metadata=self.metadata, groups=self.groups,
+            layouts=tuple(layouts),
             dtype=self._dtype, algorithm=algorithm, ids_digest=integrity.digest(algorithm, [ids]).hex(),
             signed=bool(secret), canary=self.canary, state=_state_head(self.state, algorithm, state),
+            balances=tuple(balances),
         )  # fmt: skip
         metadata = {"format": FORMAT, "version": VERSION, "manifest": described.to_text()}
         head = container.write_head(container.place(described.tensors()), metadata)
@@ -194,7 +198,8 @@ class _Reader:
         self._check(named, run.page.digest, f"page {index} is damaged")
         tensors = iter([self._tensor(entry) for entry in named])
         layout = self.described.layouts[run.page.layout]
-        keys, values = (tuple(_part(head, tensors, index) for head in heads) for heads in (layout.keys, layout.values))
+        of = self.described.balances
+        keys, values = (tuple(_part(h, tensors, index, of) for h in heads) for heads in (layout.keys, layout.values))
         return Page(run.tokens, keys, values, run.page.hops + 1)
 
     def state(self) -> State | None:
@@ -225,11 +230,12 @@ class _Reader:
         return torch.frombuffer(view, dtype=_DTYPES[entry.dtype]).view(entry.shape)
 
 
-def _part(head: PartHead, tensors: Iterator[Tensor], index: int) -> Part:
+def _part(head: PartHead, tensors: Iterator[Tensor], index: int, balances: Sequence[Balance]) -> Part:
     native = next(tensors) if head.native else None
     if native is not None and not bool(native.isfinite().all()):
         raise PackageError(f"page {index} holds NaN or Inf")
-    return Part(head.layers, native, _encoded(head.plane, tensors, index) if head.plane else None)
+    packed = _encoded(head.plane, tensors, index) if head.plane else None
+    return Part(head.layers, native, packed, None if head.balance is None else balances[head.balance])
 
 
 def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
@@ -269,16 +275,20 @@ def _padded(parts: Sequence[memoryview | bytes]) -> list[memoryview | bytes]:
     return out
 
 
-def _run(step: Step, digests: Iterator[str], layouts: dict[Layout, int]) -> Run:
+def _run(step: Step, digests: Iterator[str], layouts: dict[Layout, int], balances: dict[Balance, int]) -> Run:
     page, head = step.page, None
     if page:
-        layout = Layout(*(tuple(_part_head(part) for part in parts) for parts in (page.keys, page.values)))
+        keys, values = (tuple(_part_head(part, balances) for part in parts) for parts in (page.keys, page.values))
+        layout = Layout(keys, values)
         head = PageHead(next(digests), page.hops, layouts.setdefault(layout, len(layouts)))
     return Run(step.tokens, step.key.hex(), step.sealed, head)
 
 
-def _part_head(part: Part) -> PartHead:
-    return PartHead(part.layers, part.native_tokens, _plane(part.packed) if part.packed else None)
+def _part_head(part: Part, balances: dict[Balance, int]) -> PartHead:
+    if part.packed is None:
+        return PartHead(part.layers, part.native_tokens, None)
+    balance = balances.setdefault(part.balance, len(balances)) if part.balance else None
+    return PartHead(part.layers, part.native_tokens, _plane(part.packed), balance)
 
 
 def _plane(encoded: Encoded) -> Plane:
