@@ -41,7 +41,7 @@ def eval_budget(
     model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=256, help="Stored tokens per agent; one has twice as many.")] = 1024,
     positions: Annotated[int, typer.Option(min=16, help="Tokens read behind them.")] = 384,
-    problems: Annotated[int, typer.Option(min=0, help="Of HumanEval, answered behind solved ones.")] = 8,
+    problems: Annotated[int, typer.Option(min=0, help="Of HumanEval, answered behind solved ones.")] = 6,
     average: Annotated[list[float] | None, typer.Option(help="Average widths; several may be given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
     plot_file: Annotated[

@@ -16,6 +16,7 @@ from qkvshare_agents.drift import WATCHED
 from qkvshare_agents.page import Page
 from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.span import Block, LayerGroup, Span, Window
+from qkvshare_kernels import memory
 
 _ROUND_TOKENS = 256
 
@@ -152,7 +153,7 @@ class KVCache:
         shape = self.shape
 
         def empty(group: LayerGroup, dim: int) -> Tensor:
-            return torch.empty(len(group.layers), group.heads, tokens, dim, dtype=shape.dtype, device=shape.device)
+            return memory.empty((len(group.layers), group.heads, tokens, dim), shape.dtype, shape.device)
 
         with torch.inference_mode(False):  # it may grow inside of a forward, and is written to outside of any
             return tuple((empty(group, group.key_dim), empty(group, group.value_dim)) for group in shape.groups)

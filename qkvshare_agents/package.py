@@ -23,12 +23,12 @@ from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.manifest import FORMAT, VERSION, Layout, Manifest, PageHead, PartHead, Plane, Run
 from qkvshare_agents.manifest_extras import NATIVE_DTYPES, StateHead, StateTensor
-from qkvshare_agents.memory import Blocks
 from qkvshare_agents.page import Page
 from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.snapshot import State, StatePart
 from qkvshare_agents.span import LayerGroup
+from qkvshare_kernels.memory import Blocks
 
 LIFETIME_MS = 600_000
 CLOCK_SKEW_MS = 60_000

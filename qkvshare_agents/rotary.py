@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.span import Span
+from qkvshare_kernels import backend
 
 if TYPE_CHECKING:
     from qkvshare_agents.engine import Engine
@@ -42,14 +43,8 @@ class Turn:
 
     def apply(self, x: Tensor, angles: Tensor) -> None:
         """Turn x [..., T, D] in place by angles [T, width / 2]."""
-        turned = x[..., self.first : self.first + self.width]
         cos, sin = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
-        half = len(self.frequencies)
-        a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else (turned[..., :half], turned[..., half:])
-        left, right = a.float(), b.float()
-        moved = left * cos - right * sin, right * cos + left * sin
-        a.copy_(moved[0])
-        b.copy_(moved[1])
+        backend.kernels(x.device).turn(x, cos, sin, self.first, self.interleaved)
 
     def angles(self, old: Tensor, new: Tensor) -> Tensor:
         """By how much tokens at positions `old` [T] turn on their way to `new` [T], as the model would: it rounds each

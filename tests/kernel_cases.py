@@ -60,6 +60,25 @@ def assert_agree(kernels: backend.Kernels, x: Tensor, form: dict[str, Any]) -> N
         assert torch.equal(*results)
 
 
+def assert_turns(kernels: backend.Kernels, tokens: int, dtype: torch.dtype, step: float = 0.0) -> None:
+    """As plain torch does, bit for bit (or to a relative `step`), and nothing beside the turned values is written."""
+    for size, first, pairs in ((64, 0, 32), (128, 96, 16), (80, 0, 10), (256, 0, 64), (12, 3, 1), (7, 0, 3)):
+        for interleaved in (False, True):
+            x = noise(2, tokens, size, dtype, seed=size)
+            angles = torch.linspace(-900, 900, tokens * pairs).view(tokens, pairs).double()
+            cos, sin = angles.cos().float(), angles.sin().float()
+            got, expected = (torch.full((2, 2, tokens + 3, size), torch.nan, dtype=dtype) for _ in range(2))
+            for each, cache in ((kernels, got), (plain, expected)):
+                cache[:, :, 1:-2] = x
+                each.turn(cache[:, :, 1:-2], cos, sin, first, interleaved)
+            if step:
+                torch.testing.assert_close(got, expected, rtol=step, atol=1e-6, equal_nan=True)
+            else:
+                assert_same([got], [expected])
+            assert torch.equal(got[:, :, 1:-2, :first], x[..., :first])
+            assert not torch.equal(got[:, :, 1:-2], x) or tokens == 0
+
+
 def edge_cases() -> dict[str, Tensor]:
     x = noise(2, 64, 64).clone()
     outlier = x.clone()

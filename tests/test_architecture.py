@@ -13,7 +13,7 @@ RANKS = {
     "errors": 0, "encoder": 0, "access": 0, "report": 3, "planner": 1, "sampling": 1, "fingerprint": 2, "toolcall": 1,
     "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 3, "detokenizer": 3, "transcript": 4,
     "codec": 1, "page": 3, "snapshot": 3, "page_store": 5, "kv_cache": 4, "layers": 5, "settings": 5, "engine": 7,
-    "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "memory": 1, "integrity": 1, "container": 3,
+    "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "integrity": 1, "container": 3,
     "manifest_extras": 4, "manifest": 5,
     "transport": 3, "package": 6, "shared_store": 7, "start": 8, "runner": 10, "inspection": 8, "exchange": 10,
     "host": 11, "courier": 12, "drift": 1, "sharing": 13, "registry": 14, "eval": 15, "cli_eval": 16, "cli_budget": 16,

@@ -117,3 +117,14 @@ def test_answers_are_the_models_own_and_are_compared_to_their_first_difference()
     rest = agent.blocks[0]
     loss = torch.nn.functional.cross_entropy(read.references[0], torch.tensor(rest.targets))
     assert got["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_windows_are_counted_as_hosts_hold_them() -> None:
+    """Native KV of what a window shows only, and no history that stays packed: hosts have none for such models."""
+    engine = tiny_engine("gemma3_text", sliding_window=100)
+    found = budget.run(engine=engine, tokens=256, positions=16, averages=(3,), problems=0)
+    native, joint = (next(r for r in found["rows"] if r["policy"] == policy) for policy in ("native", "joint"))
+    whole = engine.shape.values_per_token * 4 * (256 * 3 + 512)
+    assert native["stored_bytes"] < 0.8 * whole
+    assert joint["stored_bytes"] < joint["peak_kv_bytes"] == joint["opened_peak_kv_bytes"]
+    assert native["equal_answers"] is None and found["header"]["answer_tokens"] is None

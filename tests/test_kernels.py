@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kernel_cases import (
     assert_agree,
     assert_attends,
     assert_same,
+    assert_turns,
     dequantized_then_sdpa,
     edge_cases,
     history,
@@ -22,7 +24,7 @@ from kernel_cases import (
 from qkvshare_agents import codec
 from qkvshare_agents.codec import Encoded, encode
 from qkvshare_agents.errors import CodecError, InvalidSetting
-from qkvshare_kernels import backend, cpu, plain, reference
+from qkvshare_kernels import backend, cpu, memory, plain, reference
 from qkvshare_kernels.attention import PackedPages
 
 CPU = torch.device("cpu")
@@ -110,6 +112,12 @@ def test_butterflies_are_the_hadamard_matrix(size: int) -> None:
     assert (reference.rotate(x).double() - exact).norm() / exact.norm() < 2e-7
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_the_library_turns_as_torch_does(library: backend.Kernels, tokens: int, dtype: torch.dtype) -> None:
+    assert_turns(library, tokens, dtype)
+
+
 # attention
 
 
@@ -186,6 +194,19 @@ def test_two_processes_may_build_at_once(library: backend.Kernels, tmp_path: Pat
     assert [p.suffix for p in (tmp_path / "kernels").iterdir()] == [".so"], "nothing else is left behind"
 
 
+def test_a_build_removes_what_nothing_has_loaded_for_long(library: backend.Kernels, tmp_path: Path) -> None:
+    kept, old = (tmp_path / "kernels" / f"qkvshare_cpu_{name}.so" for name in ("kept", "old"))
+    killed = tmp_path / "kernels" / "build_killed"
+    killed.mkdir(parents=True)
+    for path in (kept, old, killed / "half.o"):
+        path.write_bytes(b"")
+    for path in (old, killed):
+        os.utime(path, (time.time() - 8 * 86400,) * 2)
+    python("from qkvshare_kernels import cpu; cpu.build()", QKVSHARE_HOME=str(tmp_path))
+    assert kept.exists() and not old.exists() and not killed.exists()
+    assert len(list(kept.parent.iterdir())) == 2
+
+
 def test_without_a_compiler_plain_torch_does_the_work(tmp_path: Path) -> None:
     code = (
         "import torch; from qkvshare_kernels import backend; cpu = torch.device('cpu'); backend.prepare(cpu); "
@@ -234,3 +255,23 @@ def test_a_build_changes_no_code(library: backend.Kernels, monkeypatch: pytest.M
         monkeypatch.setenv("QKVSHARE_KERNELS", name)
         encoded.append(encode(x, 4, "token", symmetric=True, rotate=True, fit=1.0))
     assert_same(encoded[0].tensors(), encoded[1].tensors())
+
+
+# memory
+
+
+def test_pieces_have_storages_of_their_own() -> None:
+    pool = memory.Pool()
+    pieces = [pool.empty((3, 1_000_001)) for _ in range(4)]
+    for number, piece in enumerate(pieces):
+        assert piece.untyped_storage().nbytes() == 3_000_003 and piece.data_ptr() % 64 == 0
+        piece.fill_(number)
+    assert [int(piece.min()) for piece in pieces] == [int(piece.max()) for piece in pieces] == [0, 1, 2, 3]
+    assert pool.empty((0, 5)).shape == (0, 5) and pool.empty((9 * 2**20,)).numel() == 9 * 2**20
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 5), (7, 9), (2, 3 * 2**20)])
+def test_memory_of_any_size_can_be_written(shape: tuple[int, ...]) -> None:
+    tensor = memory.empty(shape, torch.bfloat16, CPU)
+    assert tensor.shape == shape and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+    assert bool((tensor.fill_(1) == 1).all())

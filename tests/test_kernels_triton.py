@@ -6,7 +6,16 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import FORMS, assert_agree, assert_attends, dequantized_then_sdpa, edge_cases, history, noise
+from kernel_cases import (
+    FORMS,
+    assert_agree,
+    assert_attends,
+    assert_turns,
+    dequantized_then_sdpa,
+    edge_cases,
+    history,
+    noise,
+)
 
 from qkvshare_agents import codec
 from qkvshare_agents.page import preset, seal
@@ -58,6 +67,12 @@ def test_kernels_equal_the_reference(kernels: backend.Kernels, form: str, size: 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(kernels: backend.Kernels, form: str, dtype: torch.dtype) -> None:
     assert_agree(kernels, noise(2, 64, 64, dtype), FORMS[form])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_turns(kernels: backend.Kernels, tokens: int, dtype: torch.dtype) -> None:
+    assert_turns(kernels, tokens, dtype, 2**-7 if dtype == torch.bfloat16 else 0)  # the interpreter truncates to it
 
 
 @pytest.mark.parametrize("name", edge_cases())

@@ -34,13 +34,13 @@ from qkvshare_agents import container, integrity, manifest
 from qkvshare_agents import package as package_module
 from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import CodecError, InvalidSetting, PackageError
-from qkvshare_agents.memory import Blocks
 from qkvshare_agents.package import Package, inspect, read
 from qkvshare_agents.page import Page, Precision, crop, keep_native, seal
 from qkvshare_agents.part import Part
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.snapshot import State, StatePart
 from qkvshare_agents.span import LayerGroup
+from qkvshare_kernels.memory import Blocks
 
 FUZZ = int(os.environ.get("QKVSHARE_FUZZ", "1500"))  # examples per fuzzing test
 ALGORITHMS = [

@@ -143,6 +143,19 @@ def test_errors_fall_with_the_width_and_running_means_stay_between() -> None:
     assert unit.moved(other, 1.0) == other
 
 
+def test_costs_keep_ratios_of_widths_and_narrow_those_of_layers() -> None:
+    for kind in ("keys", "values"):
+        low, high = Unit(1e-3, 0.0, 2e-3), Unit(1.0, 0.0, 2.0)
+        for unit in (low, high):
+            errors, costs = unit.errors(kind), unit.costs(kind)
+            assert [c / costs[0] for c in costs[:3]] == pytest.approx([e / errors[0] for e in errors[:3]])
+            won = (costs[2] - costs[3]) / costs[0]
+            assert 0 < won < (errors[2] - errors[3]) / errors[0] / 2, "8 bits are taken for a clear gain only"
+        apart = high.costs(kind)[0] / low.costs(kind)[0]
+        assert 1 < apart < high.errors(kind)[0] / low.errors(kind)[0] == pytest.approx(1000)
+        assert Unit().costs(kind) == (0.0,) * 4
+
+
 def test_what_stays_native_is_not_counted() -> None:
     s = seen(9, tokens=68, rows=1)  # 4 sinks, then 64 that lie in the open page
     assert measure(s, 68, rotate_keys=False, sinks=4, page_size=64).abs().max() < 1e-9

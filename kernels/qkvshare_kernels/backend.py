@@ -58,6 +58,8 @@ class Kernels(Protocol):
 
     def attention(self, query: Tensor, packed: PackedPages, native: Sequence[Native], scaling: float) -> Tensor: ...
 
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool) -> None: ...
+
 
 class TorchKernels:
     """`plain` as an object."""
@@ -66,6 +68,7 @@ class TorchKernels:
     quantize = staticmethod(plain.quantize)
     dequantize = staticmethod(plain.dequantize)
     attention = staticmethod(attention.attention)
+    turn = staticmethod(plain.turn)
 
 
 class CpuLibrary:

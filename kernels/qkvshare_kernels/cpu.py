@@ -1,16 +1,20 @@
-"""quantize and dequantize on CPUs in one pass over the data: `cpu.cpp`, built once by torch's own extension builder.
+"""The kernels on CPUs: C++ (`cpp/`), built once by torch's own extension builder.
 
-The library is kept under $QKVSHARE_HOME (default ~/.cache/qkvshare), by a name that changes with its source, its flags
-and the instructions of this processor. Nothing is built at import or by a call to a kernel: `build` is for whoever
-has two seconds, and until it has run somewhere `load` finds nothing.
+The library is kept under $QKVSHARE_HOME (default ~/.cache/qkvshare), by a name that changes with its sources, its
+flags and the instructions of this processor; a build removes those that nothing has loaded for long. Nothing is built
+at import or by a call to a kernel: `build` is for whoever has some seconds, and until it has run somewhere `load` finds
+nothing.
 """
 
 import ctypes
 import hashlib
 import os
 import platform
+import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,10 +24,13 @@ from qkvshare_kernels import attention as plain_attention
 from qkvshare_kernels import plain
 from qkvshare_kernels.attention import Native, PackedPages
 from qkvshare_kernels.layout import four, norm, row_bytes, side, units, viewed
+from qkvshare_kernels.memory import Pool
 
 NAME = "cpu"
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_packed = Pool()
+_KEPT_SECONDS = 7 * 24 * 3600
 _MARCH = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 # A page of one layer is done before threads have woken up
 _VALUES_PER_THREAD = 1 << 16
@@ -32,6 +39,7 @@ _CACHED_BYTES = 32 << 20
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _QUANTIZE = (_P, _I, _L, _L, _L, _I, _L, _L, _L, _I, _I, _I, _I, _F, _F, _F, _P, _I, _P, _P, _I)
 _ATTENTION = (_P, _P, _L, _I, _I, _I, _P, _L, _P, _L, _I, _F, _F, _L, _I)
+_TURN = (_P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _P, _P, _I)
 _DEQUANTIZE = (_P, _P, _P, _P, _I, _L, _L, _L, _I, _L, _L, _L, _L, _L, _I, _I, _I, _F, _I, _I, _I)
 
 
@@ -41,7 +49,10 @@ class BuildError(RuntimeError):
 
 def path() -> Path:
     """Where this machine's library is, or would be."""
-    text = _SOURCE.read_bytes() + " ".join([*_flags(), torch.__version__, platform.machine()]).encode()
+    text = (
+        b"".join(source.read_bytes() for source in _SOURCES)
+        + " ".join([*_flags(), torch.__version__, platform.machine()]).encode()
+    )
     home = Path(os.environ.get("QKVSHARE_HOME") or "~/.cache/qkvshare").expanduser()
     return home / "kernels" / f"qkvshare_cpu_{hashlib.sha256(text).hexdigest()[:16]}.so"
 
@@ -59,10 +70,11 @@ def build() -> Path:
         from torch.utils import cpp_extension
 
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        _forget(target.parent)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build_") as directory:
             cpp_extension.load(
                 target.stem,
-                [str(_SOURCE)],
+                [str(source) for source in _SOURCES if source.suffix == ".cpp"],
                 extra_cflags=_flags(),
                 build_directory=directory,
                 is_python_module=False,
@@ -76,7 +88,20 @@ def build() -> Path:
 def load() -> "CpuKernels | None":
     """The kernels, if their library has been built."""
     library = path()
-    return CpuKernels(library) if library.exists() else None
+    if not library.exists():
+        return None
+    with suppress(OSError):  # it may belong to someone else
+        os.utime(library)
+    return CpuKernels(library)
+
+
+def _forget(directory: Path) -> None:
+    """Remove libraries that no process has loaded lately (those that have keep what they hold), and what builds that
+    were killed have left."""
+    for found in (*directory.glob("qkvshare_cpu_*.so"), *directory.glob("build_*")):
+        with suppress(OSError):
+            if found.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                shutil.rmtree(found) if found.is_dir() else found.unlink()
 
 
 class CpuKernels:
@@ -88,12 +113,12 @@ class CpuKernels:
         try:
             loaded = ctypes.CDLL(str(library))
             self._quantize, self._dequantize = loaded.qkvshare_quantize, loaded.qkvshare_dequantize
-            self._attention = loaded.qkvshare_attention
+            self._attention, self._turn = loaded.qkvshare_attention, loaded.qkvshare_turn
         except (OSError, AttributeError) as error:
             raise BuildError(f"the CPU kernels can't be loaded: {error}") from error
         self._quantize.argtypes, self._dequantize.argtypes = _QUANTIZE, _DEQUANTIZE
-        self._attention.argtypes = _ATTENTION
-        self._dequantize.restype = self._attention.restype = None
+        self._attention.argtypes, self._turn.argtypes = _ATTENTION, _TURN
+        self._dequantize.restype = self._attention.restype = self._turn.restype = None
 
     def quantize(
         self,
@@ -112,7 +137,7 @@ class CpuKernels:
         layers = four(x if x.stride(-1) == 1 or size == 1 else x.contiguous())
         group = min(group_size or x.shape[dim], x.shape[dim])
         count, row = -(-x.shape[dim] // group), row_bytes(size, bits)
-        codes = torch.empty(*lead, tokens, row, dtype=torch.uint8)
+        codes = _packed.empty((*lead, tokens, row))
         shape = (*lead, count, size) if dim == -2 else (*lead, tokens, count)
         scale = torch.empty(shape, dtype=torch.float16)
         minimum = None if symmetric else torch.empty(shape, dtype=torch.float16)
@@ -184,10 +209,22 @@ class CpuKernels:
         )  # fmt: skip
         return out.to(query.dtype)
 
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool) -> None:
+        native = viewed(x)
+        if native is None or x.dtype not in _TYPES or x.device.type != "cpu":
+            plain.turn(x, cos, sin, first, interleaved)
+            return
+        cos, sin = cos.contiguous(), sin.contiguous()
+        self._turn(
+            native.data_ptr(), _TYPES[x.dtype], *native.shape[:3], *_strides(native), first, cos.shape[-1],
+            interleaved, cos.data_ptr(), sin.data_ptr(), _threads(x.numel()),
+        )  # fmt: skip
+
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     size = x.element_size()
-    return x.stride(0) * size, x.stride(1) * size, x.stride(2) * size
+    layers, heads, tokens, _ = x.stride()
+    return layers * size, heads * size, tokens * size
 
 
 def _threads(values: int) -> int:

@@ -19,14 +19,16 @@ def row_bytes(size: int, bits: int) -> int:
 
 def four(x: Tensor) -> Tensor:
     """[..., H, T, D] as [L, H, T, D]."""
-    return x.reshape(*[1] * (4 - x.dim()), *x.shape) if x.dim() <= 4 else x.reshape(-1, *x.shape[-3:])
+    if x.dim() == 4:
+        return x
+    return x.reshape(*[1] * (4 - x.dim()), *x.shape) if x.dim() < 4 else x.reshape(-1, *x.shape[-3:])
 
 
 def viewed(out: Tensor) -> Tensor | None:
     """The same memory as [L, H, T, D] with D in one run, or None where there is no such view."""
     if (out.stride(-1) != 1 and out.shape[-1] != 1) or not 2 <= out.dim() <= 4:
         return None
-    return out.view(*[1] * (4 - out.dim()), *out.shape)
+    return out if out.dim() == 4 else out.view(*[1] * (4 - out.dim()), *out.shape)
 
 
 def units(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
@@ -45,6 +47,8 @@ def units(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> tuple[Tensor,
 
 
 def _unit(x: Tensor) -> tuple[Tensor, int]:
+    if x.is_contiguous():  # a whole page
+        return x, x.shape[-1] * x.shape[-2]
     rows = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
     even = all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 3))
     if x.dim() == 2 or not rows or not even:

@@ -56,6 +56,20 @@ def dequantize(
         out.copy_(values @ reference.hadamard(out.shape[-1], out.device))
 
 
+def turn(x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool) -> None:
+    """Turn pairs of `x` [..., T, D] (any float dtype) in place by angles given as `cos` and `sin` [T, pairs], float32.
+
+    The pairs begin at value `first`. interleaved: they are neighbours, else half of the turned values apart (RoFormer,
+    arXiv 2104.09864, and GPT-NeoX's layout).
+    """
+    turned = x[..., first : first + 2 * cos.shape[-1]]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    left, right = a.float(), b.float()
+    moved = left * cos - right * sin, right * cos + left * sin
+    a.copy_(moved[0])
+    b.copy_(moved[1])
+
+
 def refuse_what_fp16_cant_hold(scale: Tensor, minimum: Tensor | None, bits: int) -> None:
     levels = (1 << bits) - 1
     reach = scale.float() * (levels / 2) if minimum is None else minimum.float() + scale.float() * levels

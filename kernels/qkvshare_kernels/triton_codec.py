@@ -216,3 +216,21 @@ def dequantize_kernel(
         x = _rotate(x, BLOCK, ROWS, COLUMNS, norm)
     at = unit // heads * layer_stride + unit % heads * head_stride + token * token_stride
     tl.store(out_ptr + at[:, None] + column[None, :], x.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def turn_kernel(x, cos, sin, heads, tokens, layer_stride, head_stride, token_stride, FIRST: tl.constexpr,
+                PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Pairs of values of a tile of tokens of one head, turned in place (plain.turn)."""
+    unit = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    pairs = tl.arange(0, COLUMNS)[None, :]
+    valid = (rows < tokens) & (pairs < PAIRS)
+    head = x + unit // heads * layer_stride + unit % heads * head_stride + FIRST
+    left = head + rows.to(tl.int64) * token_stride + (2 * pairs if INTERLEAVED else pairs)
+    right = left + (1 if INTERLEAVED else PAIRS)
+    a, b = tl.load(left, valid, 0).to(tl.float32), tl.load(right, valid, 0).to(tl.float32)
+    angles = rows * PAIRS + pairs
+    c, s = tl.load(cos + angles, valid, 0), tl.load(sin + angles, valid, 0)
+    tl.store(left, (a * c - b * s).to(x.dtype.element_ty), valid)
+    tl.store(right, (b * c + a * s).to(x.dtype.element_ty), valid)

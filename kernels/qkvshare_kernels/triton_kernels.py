@@ -98,6 +98,20 @@ class TritonKernels:
             return plain_attention.attention(query, packed, native, scaling)
         return plain_attention.join(query, [*parts, *plain_attention.read_native(query, native, scaling)])
 
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool) -> None:
+        native, tokens, pairs = viewed(x), x.shape[-2], cos.shape[-1]
+        if native is None or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            plain.turn(x, cos, sin, first, interleaved)
+            return
+        if not x.numel():
+            return
+        rows = min(_TILE_TOKENS, _power(tokens))
+        with _on(x.device):
+            triton_codec.turn_kernel[(native.shape[0] * native.shape[1], triton.cdiv(tokens, rows))](
+                native, cos.contiguous(), sin.contiguous(), native.shape[1], tokens, *native.stride()[:3], FIRST=first,
+                PAIRS=pairs, INTERLEAVED=interleaved, ROWS=rows, COLUMNS=_power(pairs), enable_fp_fusion=False,
+            )  # fmt: skip
+
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that a kernel writes completely."""

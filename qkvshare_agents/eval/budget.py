@@ -20,7 +20,7 @@ from qkvshare_agents.budget import Item, allocate
 from qkvshare_agents.codec import prepare
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.eval.cases import Block, code_blocks
+from qkvshare_agents.eval.cases import CUE, Block, code_blocks
 from qkvshare_agents.eval.decoding import DECODED, tokens_per_s
 from qkvshare_agents.eval.fidelity import conditions
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, kl_divergences, seal_all
@@ -28,7 +28,7 @@ from qkvshare_agents.eval.team import Agent, agents_that_differ
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.lean_cache import LeanCache
 from qkvshare_agents.observation import Observer
-from qkvshare_agents.page import Precision, keep_native
+from qkvshare_agents.page import PRESETS, Precision
 from qkvshare_agents.residents import curves_of, mean_units, page_sizes, size_at
 from qkvshare_agents.rotation import settle
 from qkvshare_agents.sensitivity import Unit
@@ -60,8 +60,8 @@ def run(
     positions: int = 384,
     averages: Sequence[float] = AVERAGES,
     clones: int = 4,
-    problems: int = 8,
-    answer_tokens: int = 64,
+    problems: int = 6,
+    answer_tokens: int = 48,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Measure every policy at every average width: {"header", "rows"}.
@@ -164,8 +164,8 @@ class _Measured:
         self._decoded: dict[tuple[str, Precision | None], dict[str, Any]] = {}
 
     def native(self) -> dict[str, Any]:
-        """Every agent with a native cache of its own, of exactly its tokens."""
-        whole = sum(keep_native(read.kv.span(0, len(read.agent.ids))).nbytes for read in self._reads)
+        """Every agent with native KV of its own, of exactly the tokens that it will look back at."""
+        whole = sum(seal_all(read.kv, read.agent.ids, PRESETS["native"]).nbytes for read in self._reads)
         speed = self._speeds(self._longest, None)["native_tokens_per_s"]
         return {
             "policy": "native",
@@ -192,18 +192,21 @@ class _Measured:
         return max(range(len(self._reads)), key=lambda i: len(self._reads[i].agent.ids))
 
     def _speeds(self, index: int, precision: Precision | None) -> dict[str, Any]:
-        """How fast one agent decodes, what its working cache holds beside pages, packed and opened. None: native."""
+        """How fast one agent decodes behind a cue, and what its working cache holds then, beside pages that stay packed
+        where hosts can let them (no windows), and with a native copy of them. None: native alone."""
         read, key = self._reads[index], (self._reads[index].agent.name, precision)
         if key not in self._decoded:
-            before, caches, held = read.kv.tokens, [read.kv], {}
+            before, caches, held = read.kv.tokens, [read.kv], dict[str, int]()
+            cue = self._engine.template.encoder.text(CUE)
             if precision:
                 store = seal_all(read.kv, read.agent.ids, precision)
-                opened, lean = KVCache(self._shape), LeanCache(self._shape)
-                bring(store, read.agent.ids, opened, room_tokens=DECODED)
-                held["opened_peak_kv_bytes"] = opened.nbytes
-                lean.load(store.match(read.agent.ids).runs)
-                caches.append(lean)
-            speeds = tokens_per_s(self._engine, caches)
+                caches.append(KVCache(self._shape))
+                bring(store, read.agent.ids, caches[-1], room_tokens=len(cue) + DECODED)
+                held["opened_peak_kv_bytes"] = caches[-1].nbytes
+                if self._shape.window is None:
+                    caches[-1] = LeanCache(self._shape)
+                    caches[-1].load(store.match(read.agent.ids).runs)
+            speeds = tokens_per_s(self._engine, caches, cue)
             read.kv.crop(before)
             if precision:
                 held["peak_kv_bytes"] = caches[-1].nbytes

@@ -6,13 +6,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import plot
 
 _COLUMNS = (
     "policy", "bits", "MB", "KL", "top1 %", "ppl", "facts %", "answers", "same", "peak MB", "less", "tok/s", "speed",
 )  # fmt: skip
-_MARKS = {"uniform": "o", "key_value_split": "s", "per_layer": "^", "joint": "*"}
+_LINES = {
+    "uniform": ("o", "equal widths"),
+    "key_value_split": ("s", "wider keys"),
+    "per_layer": ("^", "per layer"),
+    "joint": ("*", "joint"),
+}
 
 
 def show(result: dict[str, Any], console: Console | None = None) -> None:
@@ -61,20 +65,31 @@ def draw(result: dict[str, Any], path: str) -> None:
     """Write the picture; the format follows from the name. Raises InvalidSetting, MissingDependency."""
     plot.require()
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    teams = list(dict.fromkeys(row["team"] for row in result["rows"]))
-    figure = Figure(figsize=(5 * len(teams), 5), layout="constrained")
-    panels = figure.subplots(1, len(teams), squeeze=False)[0]
+    header, teams = result["header"], list(dict.fromkeys(row["team"] for row in result["rows"]))
+    figure = Figure(figsize=(5 * len(teams), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(teams), squeeze=False, sharey=True)[0]
     for axes, team in zip(panels, teams, strict=True):
         rows = [r for r in result["rows"] if r["team"] == team and "skipped" not in r and r["policy"] != "native"]
-        for policy, mark in _MARKS.items():
+        for average, at in {r["average_bits"]: r["stored_bytes"] / 1e6 for r in rows}.items():
+            axes.axvline(at, color="0.9", zorder=0)
+            axes.annotate(f"{average:g} bits", (at, 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
+                          textcoords="offset points", ha="center", color="0.4", fontsize=8)  # fmt: skip
+        for policy, (mark, name) in _LINES.items():
             points = [(r["stored_bytes"] / 1e6, r["mean_kl"]) for r in rows if r["policy"] == policy]
             if points:
-                axes.plot(*zip(*points, strict=True), marker=mark, lw=0.8, label=policy)
-        axes.set(xlabel="stored MB, everything counted", ylabel="mean KL of the next token (nats)", yscale="log")
-        axes.set_title(f"{result['header']['model']}, agents: {team}, {result['header']['date']}")
-        axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise InvalidSetting(f"no plot can be written to {path!r}: {error}") from error
+                size, style = (6, "-") if policy != "joint" else (9, "--")  # it often lies on others
+                axes.plot(*zip(*points, strict=True), marker=mark, ms=size, ls=style, lw=1, label=name)
+        axes.set(xlabel="stored MB, everything counted", yscale="log")
+        agents = next(r["agents"] for r in rows)
+        axes.set_title(f"{agents} agents, {team}", pad=18, fontsize=10)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    panels[0].set_ylabel("mean KL of the next token (nats)")
+    panels[-1].legend()
+    figure.suptitle(
+        f"{header['model']}, {header['tokens']} tokens each, one twice as many, {header['date']}", fontsize=11
+    )
+    plot.save(figure, path)

@@ -10,23 +10,24 @@ from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.lean_cache import LeanCache
 from qkvshare_agents.packed_attention import begin as begin_packed
+from qkvshare_agents.template import Ids
 
-DECODED = 16  # tokens; the first is not timed
+DECODED = 16  # tokens
 
 
-def tokens_per_s(engine: Engine, caches: Sequence[KVCache]) -> list[float]:
-    """Of greedy decoding behind each of `caches`, which hold the tokens afterwards.
+def tokens_per_s(engine: Engine, caches: Sequence[KVCache], cue: Ids) -> list[float]:
+    """Of greedy decoding behind each of `caches` and `cue`. The caches hold all of it afterwards.
 
     They take turns token by token, so that whatever else the machine does slows all of them; medians count.
     """
     runs = [_begin(engine, kv) for kv in caches]
-    last, took = [0] * len(runs), [list[float]() for _ in runs]
-    for _ in range(DECODED):
+    fed, took = [cue] * len(runs), [list[float]() for _ in runs]
+    for _ in range(1 + DECODED):
         for index, run in enumerate(runs):
             started = time.perf_counter()
-            logits = engine.feed(run, last[index : index + 1])
+            logits = engine.feed(run, fed[index])
             assert logits is not None
-            last[index] = int(logits.argmax())
+            fed[index] = (int(logits.argmax()),)
             took[index].append(time.perf_counter() - started)
     return [1 / statistics.median(times[1:]) for times in took]
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qkvshare_agents.errors import PackageNotFound, TransportError
-from qkvshare_agents.memory import fresh
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.transport.interface import (
     DEADLINE_MS,
@@ -27,6 +26,7 @@ from qkvshare_agents.transport.interface import (
     Deadline,
     check_key,
 )
+from qkvshare_kernels.memory import fresh
 
 CAPACITY_BYTES = 2 * 1024**3
 _STEP_BYTES = 8 * 1024**2  # between two looks at the clock
