@@ -30,6 +30,10 @@ class Balance:
         """What keys [L, H, T, Dk] of `layers` are multiplied by: float32 [L, H, Dk], the same tensor each time."""
         return _factors(tuple(self.steps[layer] for layer in layers), heads, device)
 
+    def least(self, layers: tuple[int, ...]) -> float:
+        """The smallest factor of these layers."""
+        return float(2.0 ** ((min(min(self.steps[layer]) for layer in layers) - _ZERO) / STEPS))
+
 
 def balance_of(steps: bytes, widths: Sequence[int]) -> Balance:
     """widths: channels of all heads of each layer. Raises ValueError for factors that are further than 32 from 1."""
