@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from support import tiny_engine
+from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents import rotation, verdicts
 from qkvshare_agents.engine import Engine
+from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.page import PRESETS, Precision
 
@@ -41,7 +42,13 @@ def test_the_better_way_is_taken_and_kept_for_the_next_load(folder: Path, measur
     assert len(measured) == 4, "other weights are another model"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"rotate_keys"'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "{}", "null", '{"rotate_keys"', '{"rotate_keys": true}', '{"balance": null}'),
+        *(f'{{"rotate_keys": true, "balance": {balance}}}' for balance in ('"00"', '"x"', "7", "[]")),
+    ],
+)
 def test_a_damaged_verdict_is_measured_again(folder: Path, measured: list[bool], content: str) -> None:
     rotation.probed(tiny_engine())
     (kept,) = folder.iterdir()
@@ -63,6 +70,22 @@ def test_the_divergence_is_measured_and_depends_on_the_rotation() -> None:
     rotated, plain = (rotation.divergence(engine, rotate_keys=rotate) for rotate in (True, False))
     assert 0 < rotated != plain > 0
     assert rotation.divergence(engine, rotate_keys=True) == rotated
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "qwen2", "olmo2"])
+def test_a_balance_has_a_factor_for_every_channel(kind: str) -> None:
+    engine = tiny_engine(kind)
+    found = rotation.balance_of(engine)
+    assert engine.shape and found
+    widths = [g.heads * g.key_dim for g in engine.shape.groups for _ in g.layers]
+    assert sorted(map(len, found.steps)) == sorted(widths)
+    assert found == rotation.balance_of(engine) and len(set(b"".join(found.steps))) > 1
+
+
+def test_keys_that_attention_does_not_multiply_are_not_balanced() -> None:
+    engine = Engine(families.tiny_model("deepseek_v3"), tiny_tokenizer())  # stores a latent
+    assert engine.refusal is None and rotation.balance_of(engine) is None
+    assert rotation.settle(Precision(4, 4), engine).balance is None
 
 
 def test_a_short_context_is_enough() -> None:
