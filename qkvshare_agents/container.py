@@ -6,7 +6,7 @@ number of brackets before the JSON is parsed.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -149,3 +149,13 @@ def _entry(name: str, fields: Any) -> Entry:
     if 0 in shape or offsets[1] - offsets[0] != prod(shape) * ITEM_BYTES[dtype]:
         raise PackageError(f"tensor {shown!r} of {dtype} {shape} does not fill bytes {offsets[0]} to {offsets[1]}")
     return Entry(name, dtype, tuple(shape), *offsets)
+
+
+def padded(parts: Sequence[memoryview | bytes]) -> list[memoryview | bytes]:
+    """The parts with zeros between them, so that each begins aligned."""
+    out: list[memoryview | bytes] = []
+    for part in parts:
+        if out and (missing := -len(out[-1]) % ALIGNMENT_BYTES):
+            out.append(bytes(missing))
+        out.append(part)
+    return out

@@ -296,4 +296,4 @@ def _placed(shape: KVShape, part: Part) -> Iterator[Part]:
         if rows:
             native = None if part.native is None else part.native[rows].to(place)
             packed = part.packed.rows(rows, place) if part.packed else None
-            yield Part(tuple(part.layers[row] for row in rows), native, packed)
+            yield Part(tuple(part.layers[row] for row in rows), native, packed, part.balance)

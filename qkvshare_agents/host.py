@@ -129,13 +129,7 @@ class Host:
         s, p, shape = self.settings, self._precision, engine.shape
         self.residents = Residents(p, shape, average_bits=s.average_bits)
         if s.precision == JOINT and s.handoff and shape and not engine.refusal and engine.observer is None:
-            engine.observer = Observer(
-                engine.model,
-                shape.layers,
-                rotate_keys=p.rotate_keys is not False,
-                sinks=p.num_sink_tokens,
-                page_size=p.page_size,
-            )
+            engine.observer = Observer(engine.model, shape.layers, p)
 
     def precision_of(self, agent: Key) -> Precision:
         """How pages of this agent are sealed now."""

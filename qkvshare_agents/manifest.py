@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from qkvshare_agents import checks, codec, container, manifest_extras
+from qkvshare_agents.balance import Balance
 from qkvshare_agents.container import Shape
 from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import PackageError
@@ -37,11 +38,15 @@ class Plane:
 
 @dataclass(frozen=True)
 class PartHead:
-    """Keys or values of some layers of one group: the first `native` tokens as they are, the rest packed."""
+    """Keys or values of some layers of one group: the first `native` tokens as they are, the rest packed.
+
+    balance: which of the manifest's balances the packed ones were multiplied by; not written where there is none.
+    """
 
     layers: tuple[int, ...]
     native: int
     plane: Plane | None
+    balance: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Manifest:
     ledger: (text, start, stop): what a member said, and which ids it is. groups: of layers whose KV is alike.
     dtype: of native tokens. ids_digest: of the tensor `ids`, in hex. signed: whether the MAC needs the secret.
     canary: what the sender's model expected behind the last tokens that the runs cover. state: recurrent state behind
-    them; not written where there is none, as in packages of releases that knew none.
+    them. balances: factors of key channels. Neither is written where there is none, as in packages of older releases.
     """
 
     id: str
@@ -102,11 +107,18 @@ class Manifest:
     signed: bool
     canary: Canary | None
     state: StateHead | None = None
+    balances: tuple[Balance, ...] = ()
 
     def to_text(self) -> str:
         table = asdict(self)
         if self.state is None:
             del table["state"]
+        table["balances"] = [b"".join(balance.steps).hex() for balance in self.balances]
+        if not self.balances:
+            del table["balances"]
+        for part in chain.from_iterable(layout["keys"] + layout["values"] for layout in table["layouts"]):
+            if part["balance"] is None:
+                del part["balance"]
         return json.dumps(table, separators=(",", ":"), ensure_ascii=False)
 
     def tensors(self) -> tuple[tuple[str, str, Shape], ...]:
@@ -156,8 +168,8 @@ def packed_bytes(dim: int, bits: int) -> int:
 def read(text: str) -> Manifest:
     """Parse and check everything that does not need the tensors. Raises PackageError."""
     table = container.parse_json(checks.utf8(text))
-    stateful = isinstance(table, dict) and "state" in table
-    m = checks.table(table, Manifest, "manifest", () if stateful else ("state",))
+    absent = tuple(name for name in ("state", "balances") if isinstance(table, dict) and name not in table)
+    m = checks.table(table, Manifest, "manifest", absent)
     aspects = checks.table(m["fingerprint"], Fingerprint, "fingerprint")
     for aspect, value in aspects.items():
         checks.string(value, f"fingerprint.{aspect}")
@@ -179,7 +191,8 @@ def read(text: str) -> Manifest:
     if layers != list(range(len(layers))):
         raise PackageError("the groups' layers are not 0, 1, 2, ..., each once")
     of = {layer: group for group in groups for layer in group.layers}
-    layouts = tuple(_layout(entry, of) for entry in checks.entries(m["layouts"], MAX_RUNS, "layouts"))
+    balances = () if "balances" in absent else manifest_extras.balances(m["balances"], groups)
+    layouts = tuple(_layout(entry, of, len(balances)) for entry in checks.entries(m["layouts"], MAX_RUNS, "layouts"))
     runs = tuple(_run(entry, len(layouts)) for entry in checks.entries(m["runs"], MAX_RUNS, "runs"))
     covered = sum(run.tokens for run in runs)
     if covered > tokens:
@@ -190,8 +203,9 @@ def read(text: str) -> Manifest:
     ledger = tuple(_spoken(entry, tokens) for entry in checks.entries(m["ledger"], MAX_RUNS, "ledger"))
     read_parts = {"groups": groups, "layouts": layouts, "runs": runs, "ledger": ledger}
     canary = manifest_extras.canary(m["canary"], covered)
-    state = manifest_extras.state(table["state"], covered) if stateful else None
-    return Manifest(**{**m, "fingerprint": Fingerprint(**aspects), **read_parts, "canary": canary, "state": state})
+    state = None if "state" in absent else manifest_extras.state(m["state"], covered)
+    given = {**m, "fingerprint": Fingerprint(**aspects), **read_parts, "canary": canary}
+    return Manifest(**{**given, "state": state, "balances": balances})
 
 
 def _check_pages(runs: tuple[Run, ...], layouts: tuple[Layout, ...]) -> None:
@@ -219,10 +233,10 @@ def _layers(entry: Any) -> tuple[int, ...]:
     return layers
 
 
-def _layout(entry: Any, of: Mapping[int, LayerGroup]) -> Layout:
+def _layout(entry: Any, of: Mapping[int, LayerGroup], balances: int) -> Layout:
     table = checks.table(entry, Layout, "layout")
     keys, values = (
-        tuple(_part(part, what, of) for part in checks.entries(table[what], MAX_LAYERS, what))
+        tuple(_part(part, what, of, balances) for part in checks.entries(table[what], MAX_LAYERS, what))
         for what in ("keys", "values")
     )
     held = [sorted(chain.from_iterable(part.layers for part in parts)) for parts in (keys, values)]
@@ -231,14 +245,20 @@ def _layout(entry: Any, of: Mapping[int, LayerGroup]) -> Layout:
     return Layout(keys, values)
 
 
-def _part(entry: Any, what: str, of: Mapping[int, LayerGroup]) -> PartHead:
-    p = checks.table(entry, PartHead, "part")
+def _part(entry: Any, what: str, of: Mapping[int, LayerGroup], balances: int) -> PartHead:
+    balanced = isinstance(entry, dict) and "balance" in entry
+    p = checks.table(entry, PartHead, "part", () if balanced else ("balance",))
     layers = _layers(p["layers"])
     group = of.get(layers[0])
     if group is None or any(of.get(layer) is not group for layer in layers):
         raise PackageError("the layers of a part are not of one group")
     plane = _plane(p["plane"], group.key_dim if what == "keys" else group.value_dim)
-    return PartHead(layers, checks.whole(p["native"], 0, MAX_RUN_TOKENS, "part.native"), plane)
+    native = checks.whole(p["native"], 0, MAX_RUN_TOKENS, "part.native")
+    if not balanced:
+        return PartHead(layers, native, plane)
+    if what != "keys" or plane is None or not plane.rotated:
+        raise PackageError("only keys that are packed and rotated are balanced")
+    return PartHead(layers, native, plane, checks.whole(p["balance"], 0, balances - 1, "part.balance"))
 
 
 def _run(entry: Any, layouts: int) -> Run:

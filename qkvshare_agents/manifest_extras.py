@@ -1,17 +1,21 @@
-"""What a manifest says beside its pages: recurrent state, and the canary (FORMAT.md)."""
+"""What a manifest says beside its pages: recurrent state, balances, and the canary (FORMAT.md)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qkvshare_agents import checks, container
+from qkvshare_agents.balance import Balance, balance_of
 from qkvshare_agents.container import Shape
 from qkvshare_agents.drift import UNITS_PER_NAT, Canary
 from qkvshare_agents.errors import PackageError
+from qkvshare_agents.span import LayerGroup
 
 NATIVE_DTYPES = ("F32", "F16", "BF16")
 MAX_LAYERS = 2**12
 MAX_STATE_TENSORS, LONGEST_NAME = 2**14, 64
+MAX_BALANCES = 2**8
 MAX_CANARY_ROWS, MAX_CANARY_TOKENS, MAX_VOCABULARY = 64, 256, 2**31
 
 
@@ -60,6 +64,21 @@ def _tensor(entry: Any) -> StateTensor:
     if not shape:
         raise PackageError("a tensor of the state has no axis")
     return StateTensor(t["layer"], t["name"], t["dtype"], shape)
+
+
+def balances(entry: Any, groups: Sequence[LayerGroup]) -> tuple[Balance, ...]:
+    """groups: of the manifest, whose layers are 0, 1, 2, ... Raises PackageError."""
+    widths = [width for _, width in sorted((i, g.heads * g.key_dim) for g in groups for i in g.layers)]
+    found = []
+    for text in checks.entries(entry, MAX_BALANCES, "balances"):
+        checks.hexadecimal(text, 2 * sum(widths), "a balance")
+        try:
+            found.append(balance_of(bytes.fromhex(text), widths))
+        except ValueError as error:
+            raise PackageError(str(error)) from None
+    if not found or len(set(found)) != len(found):
+        raise PackageError("balances are left out where there are none, and no two are equal")
+    return tuple(found)
 
 
 def canary(entry: Any, covered: int) -> Canary | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qkvshare_agents.lookout import KNOWN, configs_of, looking, native, original, visible
+from qkvshare_agents.page import Precision
 from qkvshare_agents.sensitivity import Seen, Unit, measure
 
 FEWEST_TOKENS = 128  # a call with fewer is not observed: it says little
@@ -34,9 +35,9 @@ class Observer:
     refusal: why nothing can be observed, or None. calls: how many forwards were observed.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: int, *, rotate_keys: bool, sinks: int, page_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, layers: int, precision: Precision) -> None:
         self._model, self._layers = model, layers
-        self._options = {"rotate_keys": rotate_keys, "sinks": sinks, "page_size": page_size}
+        self._precision = precision
         self._configs = configs_of(model)
         self._implementation = ""
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -107,7 +108,21 @@ class Observer:
         layer = int(getattr(module, "layer_idx", len(self._found)))
         gain = self._gain(layer, module, query.shape[1], values.shape[-1])
         block = self._names.get(id(module), "").rpartition(".")[0]
-        self._found[layer] = measure(seen, n, gain=gain, **self._options), block  # type: ignore[arg-type]
+        self._found[layer] = self._measured(seen, n, gain), block
+
+    def _measured(self, seen: Seen, newest: int, gain: Tensor | None) -> Tensor:
+        p, factors = self._precision, None
+        if p.balance and p.rotate_keys is not False:
+            factors = p.balance.factors((len(self._found),), seen.keys.shape[0], seen.keys.device)[0]
+        return measure(
+            seen,
+            newest,
+            rotate_keys=p.rotate_keys is not False,
+            sinks=p.num_sink_tokens,
+            page_size=p.page_size,
+            gain=gain,
+            factors=factors,
+        )
 
     def _conclude(self) -> None:
         if self.refusal or len(self._found) != self._layers:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents import container, integrity, manifest
+from qkvshare_agents.balance import Balance
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.container import Contents, Entry
 from qkvshare_agents.drift import Canary
@@ -91,20 +92,22 @@ class Package:
         algorithm = algorithm or integrity.preferred()
         pages = [[_raw(t) for t in _tensors(step.page)] for step in self.steps if step.page]
         ids = _raw(torch.tensor(self.ids, dtype=torch.int64))
-        digests = iter([integrity.digest(algorithm, _padded(page)).hex() for page in pages])
+        digests = iter([integrity.digest(algorithm, container.padded(page)).hex() for page in pages])
         state = [_raw(part.tensor) for part in self.state.parts] if self.state else []
         layouts: dict[Layout, int] = {}
+        balances: dict[Balance, int] = {}
         described = Manifest(
             id=self.id, created_ms=self.created_ms, expires_ms=self.expires_ms, fingerprint=self.fingerprint,
-            tokens=len(self.ids), runs=tuple(_run(step, digests, layouts) for step in self.steps), ledger=self.ledger,
-            handoff=self.handoff, metadata=self.metadata, groups=self.groups, layouts=tuple(layouts),
-            dtype=self._dtype, algorithm=algorithm, ids_digest=integrity.digest(algorithm, [ids]).hex(),
-            signed=bool(secret), canary=self.canary, state=_state_head(self.state, algorithm, state),
+            tokens=len(self.ids), runs=tuple(_run(step, digests, layouts, balances) for step in self.steps),
+            ledger=self.ledger, handoff=self.handoff, metadata=self.metadata, groups=self.groups, dtype=self._dtype,
+            layouts=tuple(layouts), balances=tuple(balances), algorithm=algorithm, signed=bool(secret),
+            ids_digest=integrity.digest(algorithm, [ids]).hex(), canary=self.canary,
+            state=_state_head(self.state, algorithm, state),
         )  # fmt: skip
         metadata = {"format": FORMAT, "version": VERSION, "manifest": described.to_text()}
         head = container.write_head(container.place(described.tensors()), metadata)
         mac = integrity.mac(algorithm, secret, head)
-        return Payload([head, *_padded([ids, *chain.from_iterable(pages), *state, mac])])
+        return Payload([head, *container.padded([ids, *chain.from_iterable(pages), *state, mac])])
 
     @property
     def _dtype(self) -> str:
@@ -194,7 +197,8 @@ class _Reader:
         self._check(named, run.page.digest, f"page {index} is damaged")
         tensors = iter([self._tensor(entry) for entry in named])
         layout = self.described.layouts[run.page.layout]
-        keys, values = (tuple(_part(head, tensors, index) for head in heads) for heads in (layout.keys, layout.values))
+        of = self.described.balances
+        keys, values = (tuple(_part(h, tensors, index, of) for h in heads) for heads in (layout.keys, layout.values))
         return Page(run.tokens, keys, values, run.page.hops + 1)
 
     def state(self) -> State | None:
@@ -225,14 +229,17 @@ class _Reader:
         return torch.frombuffer(view, dtype=_DTYPES[entry.dtype]).view(entry.shape)
 
 
-def _part(head: PartHead, tensors: Iterator[Tensor], index: int) -> Part:
+def _part(head: PartHead, tensors: Iterator[Tensor], index: int, balances: Sequence[Balance]) -> Part:
     native = next(tensors) if head.native else None
     if native is not None and not bool(native.isfinite().all()):
         raise PackageError(f"page {index} holds NaN or Inf")
-    return Part(head.layers, native, _encoded(head.plane, tensors, index) if head.plane else None)
+    balance = None if head.balance is None else balances[head.balance]
+    largest = _LARGEST if balance is None else _LARGEST * balance.least(head.layers)
+    return Part(head.layers, native, _encoded(head.plane, tensors, index, largest) if head.plane else None, balance)
 
 
-def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
+def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int, most: float) -> Encoded:
+    """most: how large the values that are packed may be."""
     codes, scale = next(tensors), next(tensors)
     minimum = next(tensors) if plane.minimum else None
     smallest, largest = (float(x) for x in scale.aminmax())  # NaN if there is one, which passes no comparison
@@ -242,14 +249,13 @@ def _encoded(plane: Plane, tensors: Iterator[Tensor], index: int) -> Encoded:
     else:
         low, high = (float(x) for x in minimum.aminmax())
         reach = reach - low if -low > high else reach + high
-    limit = _LARGEST / plane.dim**0.5 if plane.rotated else _LARGEST  # rotating back may add a head's values up
+    limit = most / plane.dim**0.5 if plane.rotated else most  # rotating back may add a head's values up
     if not (smallest >= _SMALLEST_SCALE and reach <= limit):
         raise PackageError(f"page {index} has a scale or minimum that is NaN, Inf, not positive or too large")
     return Encoded(codes, scale, minimum, plane.bits, plane.group, plane.dim, plane.group_size, plane.rotated)
 
 
 def _tensors(page: Page) -> list[Tensor]:
-    """In the order in which they are written."""
     return list(chain.from_iterable(part.tensors() for part in page.parts))
 
 
@@ -259,30 +265,21 @@ def _raw(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def _padded(parts: Sequence[memoryview | bytes]) -> list[memoryview | bytes]:
-    """The parts with zeros between them, so that each begins aligned."""
-    out: list[memoryview | bytes] = []
-    for part in parts:
-        if out and (missing := -len(out[-1]) % container.ALIGNMENT_BYTES):
-            out.append(bytes(missing))
-        out.append(part)
-    return out
-
-
-def _run(step: Step, digests: Iterator[str], layouts: dict[Layout, int]) -> Run:
+def _run(step: Step, digests: Iterator[str], layouts: dict[Layout, int], balances: dict[Balance, int]) -> Run:
     page, head = step.page, None
     if page:
-        layout = Layout(*(tuple(_part_head(part) for part in parts) for parts in (page.keys, page.values)))
+        layout = Layout(*(tuple(_part_head(part, balances) for part in parts) for parts in (page.keys, page.values)))
         head = PageHead(next(digests), page.hops, layouts.setdefault(layout, len(layouts)))
     return Run(step.tokens, step.key.hex(), step.sealed, head)
 
 
-def _part_head(part: Part) -> PartHead:
-    return PartHead(part.layers, part.native_tokens, _plane(part.packed) if part.packed else None)
+def _part_head(part: Part, balances: dict[Balance, int]) -> PartHead:
+    packed = part.packed
+    balance = balances.setdefault(part.balance, len(balances)) if packed and part.balance else None
+    return PartHead(part.layers, part.native_tokens, _plane(packed) if packed else None, balance)
 
 
-def _plane(encoded: Encoded) -> Plane:
-    e = encoded
+def _plane(e: Encoded) -> Plane:
     return Plane(e.bits, e.group, e.group_size, e.rotated, e.dim, e.minimum is not None)
 
 
@@ -293,4 +290,4 @@ def _state_head(state: State | None, algorithm: str, raw: Sequence[memoryview]) 
         if _NAMES.get(part.tensor.dtype) not in NATIVE_DTYPES or not part.tensor.numel() or not part.tensor.dim():
             raise PackageError(f"recurrent state can't be moved: {part}")
     tensors = (StateTensor(p.layer, p.name, _NAMES[p.tensor.dtype], tuple(p.tensor.shape)) for p in state.parts)
-    return StateHead(state.tokens, integrity.digest(algorithm, _padded(raw)).hex(), tuple(tensors))
+    return StateHead(state.tokens, integrity.digest(algorithm, container.padded(raw)).hex(), tuple(tensors))

@@ -30,7 +30,8 @@ class PackedCache:
         self.runs: list[tuple[Page, int, int]] = []
         self._packed = [PackedPages() for _ in range(shape.layers)]
         self._native: list[list[Native]] = [[] for _ in range(shape.layers)]
-        self._halves: set[int] = set()  # layers of which some page packs keys only, or values only
+        self._factors: list[Tensor | None] = [None] * shape.layers  # by which packed keys were multiplied
+        self._uneven: set[int] = set()  # layers of which pages pack keys only, values only, or with differing factors
         placed = zip(shape.groups, shape.places, strict=True)
         self._groups = {layer: (group, place) for group, place in placed for layer in group.layers}
         self._tail = KVCache(shape, round_tokens=_TAIL_TOKENS)
@@ -90,10 +91,16 @@ class PackedCache:
     def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         """Attention of one new token: query [HQ, Dk] over all of the layer's tokens; returns [HQ, Dv]."""
         kernels = backend.kernels(query.device)
-        if layer in self._halves:
+        if layer in self._uneven:
             return kernels.attention(query, PackedPages(), [self.dequantized(layer)], scaling)
         native = [*self._native[layer], self._tail.layer(layer)]
-        return kernels.attention(query, self._packed[layer], native, scaling)
+        factors = self._factors[layer]
+        if factors is None:
+            return kernels.attention(query, self._packed[layer], native, scaling)
+        # Packed keys are as they are stored: the query is divided by their factors, and native keys are multiplied
+        divided = query.float().unflatten(0, (len(factors), -1)) / factors[:, None]
+        multiplied = [(keys.float() * factors[:, None], values.float()) for keys, values in native]
+        return kernels.attention(divided.flatten(0, 1), self._packed[layer], multiplied, scaling).to(query.dtype)
 
     @torch.inference_mode()
     def dequantized(self, layer: int) -> Native:
@@ -115,11 +122,14 @@ class PackedCache:
             keys, values = page.layer(layer, tokens)
             split, other = (0 if side.native is None else side.native.shape[-2] for side in (keys, values))
             if split != other:
-                self._halves.add(layer)
+                self._uneven.add(layer)
                 continue
             if keys.native is not None and values.native is not None:
                 self._native[layer].append((keys.native, values.native))
             if keys.packed and values.packed:
+                if self._packed[layer].tokens and not _same(keys.factors, self._factors[layer]):
+                    self._uneven.add(layer)
+                self._factors[layer] = keys.factors
                 self._packed[layer].append(keys.packed, values.packed)
         self.runs.append((page, self._settled, self._settled + tokens))
         self._settled += tokens
@@ -133,3 +143,7 @@ class PackedCache:
             self._scratch[place] = scratch
         keys, values, _ = scratch.split([*sizes, scratch.numel() - sum(sizes)])
         return keys.view(group.heads, tokens, group.key_dim), values.view(group.heads, tokens, group.value_dim)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))

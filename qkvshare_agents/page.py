@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents import codec
+from qkvshare_agents.balance import Balance
 from qkvshare_agents.codec import Encoded
 from qkvshare_agents.errors import CodecError, InvalidSetting
 from qkvshare_agents.part import Part, Stored, fill
@@ -36,7 +37,8 @@ class Precision:
     to a probe of the model (`rotation`). rotate_values: the same for values; None does so below 8 bits.
     key_group_size: tokens that share a key channel's scale and minimum (None: the page). value_group_size:
     neighbouring values of a token's head that share a scale (None: the head). wide_from: layers from this one on, what
-    indexers keep, get at least 8 bits: which tokens are attended to hangs on small differences there.
+    indexers keep, get at least 8 bits: which tokens are attended to hangs on small differences there. balance: factors
+    of key channels, for keys that are rotated (None leaves it to the same probe if `rotate_keys` is None).
     """
 
     key_bits: int | None = 8
@@ -50,6 +52,7 @@ class Precision:
     value_group_size: int | None = 64
     widths: tuple[tuple[int | None, int | None], ...] | None = None
     wide_from: int | None = None
+    balance: Balance | None = None
 
     def __post_init__(self) -> None:
         widths = (*codec.WIDTHS, None)
@@ -178,12 +181,13 @@ def seal(span: Span, precision: Precision, *, starts_sequence: bool) -> Page:
     Keys have scale and minimum, values a scale only. A `rotate_keys` that was left to a probe counts as True here.
     """
     sinks = precision.num_sink_tokens if starts_sequence else 0
+    balance = None if precision.rotate_keys is False else precision.balance  # each channel has a scale of its own then
     keys: list[Part] = []
     values: list[Part] = []
     for block in span.blocks:
         pairs = [precision.bits(layer) for layer in block.layers]
         for bits, layers, tensor in _by_width(block.layers, [pair[0] for pair in pairs], block.keys):
-            keys.append(_sealed(layers, tensor, sinks, _pack_keys, bits, precision))
+            keys.append(_sealed(layers, tensor, sinks, _pack_keys, bits, precision, balance))
         for bits, layers, tensor in _by_width(block.layers, [pair[1] for pair in pairs], block.values):
             values.append(_sealed(layers, tensor, sinks, _pack_values, bits, precision))
     return Page(span.tokens, tuple(keys), tuple(values))
@@ -223,11 +227,15 @@ def _sealed(
     pack: Callable[[Tensor, int, Precision], Encoded],
     bits: int | None,
     precision: Precision,
+    balance: Balance | None = None,
 ) -> Part:
     if bits is None or sinks >= tensor.shape[-2]:
         return Part(layers, _copy(tensor), None)
-    native = _copy(tensor[..., :sinks, :]) if sinks else None
-    return Part(layers, native, pack(tensor[..., sinks:, :], bits, precision))
+    native, rest = _copy(tensor[..., :sinks, :]) if sinks else None, tensor[..., sinks:, :]
+    if balance:
+        factors = balance.factors(layers, rest.shape[-3], rest.device)
+        rest = rest.float() * factors[..., None, :]
+    return Part(layers, native, pack(rest, bits, precision), balance)
 
 
 def _pack_keys(keys: Tensor, bits: int, precision: Precision) -> Encoded:

@@ -147,12 +147,13 @@ def measure(
     sinks: int,
     page_size: int,
     gain: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """A, C and V of one layer [3] in float32, means over rows and heads; on the tensors' device, nothing waits for it.
 
     newest: how many of the T tokens the call added; their keys give the ranges. sinks: first tokens that pages keep
     native; so are `page_size` tokens in front of each row, since the newest page is open. gain [HQ]: weight of each
-    head's squared error.
+    head's squared error. factors [H, Dk]: what keys are multiplied by before they are packed.
     """
     a, values, rows = seen.weights(), seen.values, seen.grouped.shape[1]
     places = torch.arange(values.shape[1], device=values.device)
@@ -166,8 +167,11 @@ def measure(
     apart = apart.clamp_min_(0)  # a difference of large numbers
     shift = (shifted - o * a_packed.sum(-1, keepdim=True)).square().sum(-1)
     fresh = seen.keys[:, min(max(sinks, values.shape[1] - newest), values.shape[1] - 1) :]
+    queries = seen.grouped
+    if factors is not None:
+        fresh, queries = fresh * factors[:, None], queries / factors[:, None]
     reach = _square_range(_turned(fresh, rotate_keys), page_size)
-    t = seen.scaling**2 * (_turned(seen.grouped, rotate_keys).square() @ reach[..., None])[..., 0]
+    t = seen.scaling**2 * (_turned(queries, rotate_keys).square() @ reach[..., None])[..., 0]
     found = torch.stack([t * apart, t.square() * (1.75 * apart + shift / 4), lengths]).reshape(3, len(seen.query), -1)
     return (found if gain is None else found * gain[:, None]).mean((1, 2))
 

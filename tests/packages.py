@@ -7,6 +7,7 @@ import struct
 
 import torch
 
+from qkvshare_agents.balance import Balance
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.package import Package, Step
 from qkvshare_agents.page import Page, Precision, keep_native, seal
@@ -19,12 +20,15 @@ FINGERPRINT = Fingerprint(*(hashlib.sha256(name.encode()).hexdigest() for name i
 ROOT = b"r" * 32
 GROUPS = (LayerGroup((0, 1), 1, 8, 4),)
 MIXED_GROUPS = (LayerGroup((0, 2, 3), 1, 8, 4), LayerGroup((1,), 2, 4, 4))
+BALANCE = Balance(tuple(bytes((128, 88 + 20 * i, 168, 129, 127, 140, 111, 128)) for i in range(4)))
 PRECISIONS = (
     Precision(8, 8, page_size=16),
     Precision(4, 3, page_size=16, rotate_keys=True, rotate_values=True),
     Precision(2, 2, page_size=16, num_sink_tokens=0, key_group_size=4, value_group_size=2, rotate_keys=False),
     Precision(None, None, page_size=16),
     Precision(page_size=16, widths=((4, 2), (8, 8), (2, 3), (4, None))),
+    Precision(4, 4, page_size=16, balance=Balance(BALANCE.steps[:2])),
+    Precision(page_size=16, widths=((4, 2), (8, 8), (2, 3), (4, None)), balance=BALANCE),
 )
 
 
@@ -104,10 +108,36 @@ def second_reader(data: bytes, secret: str = SECRET) -> dict[str, object]:
                 (group,) = [g for g in manifest["groups"] if set(part["layers"]) <= set(g["layers"])]
                 read = (f"{index}.{letter}{number}", part, run["tokens"], group["heads"], group[size])
                 rows = _second_part(*read, manifest["dtype"], body, place)
+                if "balance" in part:
+                    rows = _second_balance(manifest, part, rows)
                 kept.update({(letter, layer): row for layer, row in zip(part["layers"], rows, strict=True)})
         found.append(kept)
     state = _second_state(manifest, header, body) if "state" in manifest else None
     return {"ids": ids, "pages": found, "manifest": manifest, "state": state}
+
+
+def _second_balance(manifest, part, rows):
+    """Keys divided by their factors, but for the native ones."""
+    steps, per_layer, start = bytes.fromhex(manifest["balances"][part["balance"]]), {}, 0
+    of = {layer: group for group in manifest["groups"] for layer in group["layers"]}
+    for layer in sorted(of):
+        size = of[layer]["heads"] * of[layer]["key_dim"]
+        per_layer[layer], start = [2 ** ((step - 128) / 8) for step in steps[start : start + size]], start + size
+    assert start == len(steps)
+    out = []
+    for layer, heads in zip(part["layers"], rows, strict=True):
+        dim = of[layer]["key_dim"]
+        factors = [per_layer[layer][h * dim : (h + 1) * dim] for h in range(len(heads))]
+        out.append(
+            [
+                [
+                    row if t < part["native"] else [x / f for x, f in zip(row, factors[h], strict=True)]
+                    for t, row in head
+                ]
+                for h, head in enumerate(map(enumerate, heads))
+            ]
+        )
+    return out
 
 
 def _second_state(manifest, header, body) -> dict[tuple[int, str], list[float]]:

@@ -21,7 +21,7 @@ RANKS = {
     "fitting": 1, "rotary": 5, "assembly": 6, "splice": 7, "fitter": 7, "composer": 9, "summary": 9,
     "projector": 8, "projection": 9, "lora": 8, "replay": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 5,
     "weights": 1, "loaded": 2, "checkpoint": 3, "run": 5, "probe": 6, "decoding": 9,
-    "span": 1, "checks": 1, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
+    "span": 1, "checks": 1, "balance": 0, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
 KNOW_TRANSFORMERS = {

@@ -243,7 +243,7 @@ def _mapped(page: Page, edit) -> Page:
             return replace(p, native=edit(p.native))
         minimum = None if p.packed.minimum is None else edit(p.packed.minimum)
         packed = replace(p.packed, codes=edit(p.packed.codes), scale=edit(p.packed.scale), minimum=minimum)
-        return Part(p.layers, None if p.native is None else edit(p.native), packed)
+        return replace(p, native=None if p.native is None else edit(p.native), packed=packed)
 
     return replace(page, keys=tuple(map(part, page.keys)), values=tuple(map(part, page.values)))
 

@@ -61,7 +61,7 @@ def test_rows_have_all_keys_and_json_takes_them(result: dict) -> None:
 
 def test_presets_sweep_and_extra_are_measured(rows: dict[str, dict]) -> None:
     assert {"native", "no_context", "wrong_context", *page.PRESETS, *EXTRA, "int8 per token"} <= rows.keys()
-    precisions = [*page.PRESETS.values(), *(p for _, p in schemes.sweep(True))]
+    precisions = [*page.PRESETS.values(), *(p for _, p in schemes.sweep(page.Precision(rotate_keys=True)))]
     assert {(p.key_bits, p.value_bits) for p in precisions} >= {(8, 8), (4, 4), (4, 2), (2, 2)}
 
 

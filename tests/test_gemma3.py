@@ -54,5 +54,9 @@ def test_a_handoff_beyond_the_window_is_exact_and_the_presets_stay_close(gemma: 
         assert 0 < kl < limit, preset
 
 
-def test_its_keys_are_better_not_rotated(gemma: Engine) -> None:
-    assert not rotation.rotation_helps(gemma)
+def test_its_keys_are_better_rotated_if_they_are_balanced(gemma: Engine) -> None:
+    rotate, balance = rotation.probed(gemma)
+    assert rotate and balance
+    balanced = rotation.divergence(gemma, rotate_keys=True, balance=balance)
+    plain = rotation.divergence(gemma, rotate_keys=False)
+    assert 1.5 * balanced < plain < rotation.divergence(gemma, rotate_keys=True)

@@ -8,7 +8,7 @@ from qkvshare_agents import observation, packed_attention
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.lean_cache import LeanCache
-from qkvshare_agents.page import PRESETS, keep_native, seal
+from qkvshare_agents.page import PRESETS, Precision, keep_native, seal
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
@@ -140,7 +140,7 @@ def test_attention_over_packed_pages_is_observed_like_any_other(monkeypatch: pyt
         engine = tiny_engine()
         _, runs = filled(engine, tokens=256)
         native, lean = both(engine, runs)
-        engine.observer = observation.Observer(engine.model, 3, rotate_keys=False, sinks=4, page_size=64)
+        engine.observer = observation.Observer(engine.model, 3, Precision(rotate_keys=False))
         run = packed_attention.begin(engine, lean.packed) if packed else engine.begin(native)
         run.kv = lean if packed else native
         engine.feed(run, IDS[256:])

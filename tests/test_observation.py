@@ -21,9 +21,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def observe(engine: Engine, **options) -> Observer:
     assert engine.shape
-    engine.observer = Observer(
-        engine.model, engine.shape.layers, **{"rotate_keys": False, "sinks": 4, "page_size": 64} | options
-    )
+    engine.observer = Observer(engine.model, engine.shape.layers, Precision(**{"rotate_keys": False} | options))
     return engine.observer
 
 

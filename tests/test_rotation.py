@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from support import tiny_engine
+from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents import rotation, verdicts
 from qkvshare_agents.engine import Engine
+from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.page import PRESETS, Precision
 
@@ -23,7 +24,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Which ways were measured; plain keys look better."""
     asked: list[bool] = []
 
-    def divergence(engine: Engine, *, rotate_keys: bool) -> float:
+    def divergence(engine: Engine, *, rotate_keys: bool, balance: object) -> float:
         asked.append(rotate_keys)
         return 2.0 if rotate_keys else 1.0
 
@@ -32,21 +33,27 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_the_better_way_is_taken_and_kept_for_the_next_load(folder: Path, measured: list[bool]) -> None:
-    assert rotation.rotation_helps(tiny_engine()) is False
-    assert rotation.rotation_helps(tiny_engine()) is False
+    assert rotation.probed(tiny_engine())[0] is False
+    assert rotation.probed(tiny_engine())[0] is False
     assert sorted(measured) == [False, True], "the second load measured again"
     (kept,) = folder.iterdir()
     assert json.loads(kept.read_text())["kl_rotated"] == 2.0
-    assert rotation.rotation_helps(tiny_engine(seed=1)) is False
+    assert rotation.probed(tiny_engine(seed=1))[0] is False
     assert len(measured) == 4, "other weights are another model"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"rotate_keys"'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "{}", "null", '{"rotate_keys"', '{"rotate_keys": true}', '{"balance": null}'),
+        *(f'{{"rotate_keys": true, "balance": {balance}}}' for balance in ('"00"', '"x"', "7", "[]")),
+    ],
+)
 def test_a_damaged_verdict_is_measured_again(folder: Path, measured: list[bool], content: str) -> None:
-    rotation.rotation_helps(tiny_engine())
+    rotation.probed(tiny_engine())
     (kept,) = folder.iterdir()
     kept.write_text(content)
-    assert rotation.rotation_helps(tiny_engine()) is False
+    assert rotation.probed(tiny_engine())[0] is False
     assert len(measured) == 4 and json.loads(kept.read_text())["rotate_keys"] is False
 
 
@@ -55,7 +62,7 @@ def test_a_cache_that_can_not_be_written_to_costs_only_the_probe(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(verdicts, "directory", lambda: tmp_path / "file" / "below")
-    assert rotation.rotation_helps(tiny_engine()) is False
+    assert rotation.probed(tiny_engine())[0] is False
 
 
 def test_the_divergence_is_measured_and_depends_on_the_rotation() -> None:
@@ -63,6 +70,22 @@ def test_the_divergence_is_measured_and_depends_on_the_rotation() -> None:
     rotated, plain = (rotation.divergence(engine, rotate_keys=rotate) for rotate in (True, False))
     assert 0 < rotated != plain > 0
     assert rotation.divergence(engine, rotate_keys=True) == rotated
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "qwen2", "olmo2"])
+def test_a_balance_has_a_factor_for_every_channel(kind: str) -> None:
+    engine = tiny_engine(kind)
+    found = rotation.balance_of(engine)
+    assert engine.shape and found
+    widths = [g.heads * g.key_dim for g in engine.shape.groups for _ in g.layers]
+    assert sorted(map(len, found.steps)) == sorted(widths)
+    assert found == rotation.balance_of(engine) and len(set(b"".join(found.steps))) > 1
+
+
+def test_keys_that_attention_does_not_multiply_are_not_balanced() -> None:
+    engine = Engine(families.tiny_model("deepseek_v3"), tiny_tokenizer())  # stores a latent
+    assert engine.refusal is None and rotation.balance_of(engine) is None
+    assert rotation.settle(Precision(4, 4), engine).balance is None
 
 
 def test_a_short_context_is_enough() -> None:
@@ -86,7 +109,8 @@ def test_a_host_settles_its_precision_while_it_loads(folder: Path, measured: lis
 
 
 def test_the_demo_model_wants_its_keys_rotated(demo_engine: Engine, folder: Path) -> None:
-    assert rotation.rotation_helps(demo_engine)
+    rotate, found = rotation.probed(demo_engine)
+    assert rotate and found
     (kept,) = folder.iterdir()
     verdict = json.loads(kept.read_text())
     assert verdict["kl_plain"] > 1.1 * verdict["kl_rotated"]

@@ -212,7 +212,7 @@ def test_pages_that_lost_their_windows_are_asked_for_again() -> None:
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_packed_windows_travel_and_wider_ones_can_be_had(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "rotation_helps", lambda engine: True)  # a scripted engine can't be probed
+    monkeypatch.setattr(rotation, "probed", lambda engine: (True, None))  # a scripted engine can't be probed
     a, b = (scripted(ENGINES[kind], precision="tiny", canary_limit=50.0, coarse_limit=50.0) for _ in range(2))
     messages = [TASK]
     for i in range(6):

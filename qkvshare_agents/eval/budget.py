@@ -112,13 +112,7 @@ def _read(engine: Engine, agent: Agent, precision: Precision, answer_tokens: int
     assert engine.shape
     kv = KVCache(engine.shape)
     kv.clear(len(agent.ids) + ROOM_TOKENS)
-    engine.observer = Observer(
-        engine.model,
-        engine.shape.layers,
-        rotate_keys=precision.rotate_keys is not False,
-        sinks=precision.num_sink_tokens,
-        page_size=precision.page_size,
-    )
+    engine.observer = Observer(engine.model, engine.shape.layers, precision)
     try:
         engine.feed(engine.begin(kv), agent.ids)
         units = engine.observer.take()

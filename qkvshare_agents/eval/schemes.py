@@ -6,7 +6,7 @@ The others are written for fidelity and honest bytes, not for speed: their times
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from qkvshare_agents.eval import plain
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, seal_all
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
-from qkvshare_agents.rotation import rotation_helps, settle
+from qkvshare_agents.rotation import settle
 
 Group = Literal["control", "ours", "other"]
 
@@ -57,7 +57,7 @@ class Scheme:
 def all_schemes(engine: Engine, extra: Mapping[str, Precision] | None = None, *, widths: bool = True) -> list[Scheme]:
     """Controls, presets, `extra`, the sweep over widths if wanted, and the competitors."""
     ours = {name: settle(precision, engine) for name, precision in {**page.PRESETS, **(extra or {})}.items()}
-    for name, precision in sweep(rotation_helps(engine)) if widths else ():
+    for name, precision in sweep(settle(Precision(), engine)) if widths else ():
         if precision not in ours.values():
             ours[name] = precision
     native = page.PRESETS["native"]
@@ -87,16 +87,16 @@ def all_schemes(engine: Engine, extra: Mapping[str, Precision] | None = None, *,
     ]
 
 
-def sweep(rotate_keys: bool) -> Iterator[tuple[str, Precision]]:
-    """Uniform precisions (every layer alike): all widths with keys at least as wide as values, keys as the probe
-    says; then equal widths with keys in the other way, and narrow keys in smaller groups."""
+def sweep(probed: Precision) -> Iterator[tuple[str, Precision]]:
+    """Uniform precisions (every layer alike): all widths with keys at least as wide as values, keys as `probed` has
+    them; then equal widths with keys in other ways, and narrow keys in smaller groups."""
     for key_bits, value_bits in itertools.combinations_with_replacement(sorted(codec.WIDTHS, reverse=True), 2):
-        yield f"k{key_bits}v{value_bits}", Precision(key_bits, value_bits, rotate_keys=rotate_keys)
-    other = "plain" if rotate_keys else "rotated"
+        yield f"k{key_bits}v{value_bits}", replace(probed, key_bits=key_bits, value_bits=value_bits)
     for bits in codec.WIDTHS:
-        yield f"k{bits}v{bits} {other}", Precision(bits, bits, rotate_keys=not rotate_keys)
+        yield f"k{bits}v{bits} plain", Precision(bits, bits, rotate_keys=False)
+        yield f"k{bits}v{bits} rotated", Precision(bits, bits, rotate_keys=True)
     for key_bits, value_bits in ((4, 4), (2, 2)):
-        precision = Precision(key_bits, value_bits, rotate_keys=rotate_keys, key_group_size=32)
+        precision = replace(probed, key_bits=key_bits, value_bits=value_bits, key_group_size=32)
         yield f"k{key_bits}v{value_bits} g32", precision
 
 
