@@ -21,9 +21,9 @@ from qkvshare_agents.codec import prepare
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval.cases import CUE, Block, code_blocks
-from qkvshare_agents.eval.decoding import DECODED, tokens_per_s
 from qkvshare_agents.eval.fidelity import conditions
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, kl_divergences, seal_all
+from qkvshare_agents.eval.speed import DECODED, tokens_per_s
 from qkvshare_agents.eval.team import Agent, agents_that_differ
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.lean_cache import LeanCache
