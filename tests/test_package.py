@@ -47,7 +47,8 @@ ALGORITHMS = [
     "sha256",
     pytest.param("blake3", marks=pytest.mark.skipif(integrity.preferred() != "blake3", reason="blake3 not installed")),
 ]
-_SMALL_PACKAGE = package(pages(PRECISIONS[1], count=1, open_tokens=1))
+# No test may fail, or pass, because all of them together take longer than a package lives
+_SMALL_PACKAGE = package(pages(PRECISIONS[1], count=1, open_tokens=1), expires_ms=4_000_000_000_000)
 SMALL = flat(_SMALL_PACKAGE.write(secret=SECRET, algorithm="sha256"))
 SMALL_WITH_STATE = flat(replace(_SMALL_PACKAGE, state=state(17)).write(secret=SECRET, algorithm="sha256"))
 

@@ -8,6 +8,7 @@ nothing.
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -135,8 +136,9 @@ class CpuKernels:
             return plain.quantize(x, bits, dim, symmetric=symmetric, group_size=group_size, fit=fit, rotate=rotate)
         *lead, tokens, size = x.shape
         layers = four(x if x.stride(-1) == 1 or size == 1 else x.contiguous())
-        group = min(group_size or x.shape[dim], x.shape[dim])
-        count, row = -(-x.shape[dim] // group), row_bytes(size, bits)
+        grouped, row = tokens if dim == -2 else size, row_bytes(size, bits)
+        group = min(group_size or grouped, grouped)
+        count = -(-grouped // group)
         codes = _packed.empty((*lead, tokens, row))
         shape = (*lead, count, size) if dim == -2 else (*lead, tokens, count)
         scale = torch.empty(shape, dtype=torch.float16)
@@ -201,7 +203,7 @@ class CpuKernels:
             )
         ]  # fmt: skip
         threads = _threads((packed.tokens + sum(run[0].shape[-2] for run in native)) * heads * query.shape[-1])
-        parts = 1 if threads == 1 else -(-4 * threads // heads)
+        parts = threads // math.gcd(threads, heads)  # as much for every thread
         self._attention(
             scaled.data_ptr(), out.data_ptr(), heads, query.shape[0] // heads, query.shape[-1], size_v,
             table.data_ptr(), len(packed.pages), (ctypes.c_int64 * max(1, len(runs)))(*runs), len(native),

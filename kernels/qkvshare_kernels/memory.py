@@ -50,7 +50,7 @@ class Blocks:
 
     def take(self, nbytes: int) -> memoryview:
         """`nbytes` (at least 1) that begin aligned."""
-        start = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = self._used_bytes + -self._used_bytes % _ALIGNMENT_BYTES
         if start + nbytes > self._block.nbytes:
             most = _BLOCK_BYTES if self._left_bytes is None else min(_BLOCK_BYTES, self._left_bytes)
             self._block, start = fresh(max(nbytes, most)), 0

@@ -81,10 +81,12 @@ void qkvshare_attention(const float* query, float* out, int64_t heads, int queri
                         const int64_t* pages, int64_t page_count, const int64_t* natives, int64_t native_count,
                         int type, float norm_k, float norm_v, int64_t splits, int threads) {
     const int64_t all = page_count + native_count;
-    std::vector<Reader> readers(heads * splits, Reader(queries, dk, dv));
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+    std::vector<std::unique_ptr<Reader>> readers(heads * splits);
+    // The same thread for the same pages in every call: it may still have them in its caches
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t task = 0; task < heads * splits; task++) {
-        Reader& r = readers[task];
+        readers[task].reset(new Reader(queries, dk, dv));
+        Reader& r = *readers[task];
         const int64_t head = task / splits, split = task % splits;
         r.begin(query + head * queries * dk, norm_k);
         for (int64_t i = all * split / splits; i < all * (split + 1) / splits; i++) {

@@ -85,15 +85,21 @@ INLINE Two folded(const F& f, int t, int step) {
         return folded<N / 2>(f, t, 2 * step) + folded<N / 2>(f, t + step, 2 * step);
 }
 
-// The same over f(0) ... f(n - 1), n a power of two. parts: room for n / 8.
+// The same over f(0) ... f(n - 1), n a power of two of at most 8.
+template <class F>
+INLINE Two fold_few(const F& f, int n) {
+    return n == 8 ? folded<8>(f, 0, 1) : n == 4 ? folded<4>(f, 0, 1) : n == 2 ? folded<2>(f, 0, 1) : f(0);
+}
+
+// And of any size. parts: room for n / 8.
 template <class F>
 INLINE Two fold_rows(const F& f, int n, Two* parts) {
-    if (n < 8) return n == 1 ? f(0) : n == 2 ? folded<2>(f, 0, 1) : folded<4>(f, 0, 1);
-    const int step = n / 8;
-    for (int t = 0; t < step; t++) parts[t] = folded<8>(f, t, step);
-    for (int h = step / 2; h; h /= 2)
-        for (int t = 0; t < h; t++) parts[t] = parts[t] + parts[t + h];
-    return parts[0];
+    if (n < 8) return fold_few(f, n);
+    int rest = n / 8;
+    for (int t = 0; t < rest; t++) parts[t] = folded<8>(f, t, rest);
+    for (; rest > 8; rest /= 2)
+        for (int t = 0; t < rest / 2; t++) parts[t] = parts[t] + parts[t + rest / 2];
+    return fold_few([&](int t) { return parts[t]; }, rest);
 }
 
 // Sums of 16 channels over the rows of a tile, beginning at x; WHOLE: the number of rows is a power of two.
