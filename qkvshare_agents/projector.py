@@ -9,6 +9,7 @@ first tokens, to which most attention goes, are not projected: the target reads 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def fit(source: Engine, target: Engine, texts: Sequence[Ids], held_out: Sequence
         target.shape.groups,
         *rotaries,
         layers,
-        tuple(_ridge(_inputs(made, used), out).half() for used, out in zip(layers, outputs, strict=True)),
+        tuple(weight.half() for weight in _maps(made, layers, outputs)),
         Quality(0.0, 0.0, 0.0, 0, 0.0),
     )
     return replace(projector, quality=measured(projector, source, target, held_out))
@@ -254,23 +255,45 @@ def _inputs(span: Span, layers: Iterable[int]) -> Tensor:
     return torch.cat([*columns, columns[0].new_ones(span.tokens, 1)], 1)
 
 
-def _ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
-    gram = inputs.T @ inputs
+def _maps(made: Span, used: Sequence[tuple[int, ...]], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The map [inputs + 1, outputs] of each layer, by ridge regression on all tokens; each pair of layers is multiplied
+    once, since neighbours have it in common."""
+    columns = {layer: _inputs(made, (layer,)) for layer in {i for layers in used for i in layers}}
+    pairs: dict[tuple[int, int], Tensor] = {}
+    maps = []
+    for layers, out in zip(used, outputs, strict=True):
+        for a, b in combinations_with_replacement(layers, 2):
+            if (a, b) not in pairs:
+                pairs[a, b] = columns[a].T @ columns[b]
+        rows = [torch.cat([pairs[a, b] if a <= b else pairs[b, a].T for b in layers], 1) for a in layers]
+        gram, right = torch.cat(rows), torch.cat([columns[a].T @ out for a in layers])
+        constants = [end - 1 for end in accumulate(columns[a].shape[1] for a in layers)][:-1]
+        kept = [i for i in range(len(right)) if i not in constants]  # every layer has brought one; the last one's stays
+        maps.append(_ridge(gram[kept][:, kept], right[kept]))
+    return maps
+
+
+def _ridge(gram: Tensor, right: Tensor) -> Tensor:
+    """Solve the normal equations gram [N, N], right [N, M], in float64."""
+    gram = gram.double()
     gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
-    return torch.linalg.solve(gram, inputs.T @ outputs)
+    return torch.cholesky_solve(right.double(), torch.linalg.cholesky(gram)).float()
 
 
 def _closest(made: Span, depth: int, outputs: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
     """For each layer of the target, the layer of the source that it follows from best, and that one's neighbours."""
     some = torch.linspace(0, made.tokens - 1, min(_SEARCHED_TOKENS, made.tokens)).long()
-    fitted, tested = some[0::2], some[1::2]
+    part = Span(len(some), tuple(Block(b.layers, b.keys[:, :, some], b.values[:, :, some]) for b in made.blocks))
+    inputs = [_inputs(part, (layer,)) for layer in range(depth)]
+    grams = [x[0::2].T @ x[0::2] for x in inputs]
     chosen = []
     for index, out in enumerate(outputs):
+        fitted, tested = out[some[0::2]], out[some[1::2]]
         middle = round(index * (depth - 1) / max(1, len(outputs) - 1))
         errors = {}
         for layer in range(max(0, middle - _REACH), min(depth, middle + _REACH + 1)):
-            inputs = _inputs(made, (layer,))
-            errors[layer] = float((inputs[tested] @ _ridge(inputs[fitted], out[fitted]) - out[tested]).norm())
+            x = inputs[layer]
+            errors[layer] = float((x[1::2] @ _ridge(grams[layer], x[0::2].T @ fitted) - tested).norm())
         best = min(errors, key=lambda layer: errors[layer])
         chosen.append(tuple(range(max(0, best - _NEIGHBOURS), min(depth, best + _NEIGHBOURS + 1))))
     return tuple(chosen)

@@ -48,7 +48,7 @@ def probed(engine: Engine) -> tuple[bool, Balance | None]:
     if engine.shape is None or engine.refusal or not engine.shape.layers:
         return True, None
     name = engine.fingerprint.digest.hex()
-    known = verdicts.recall("rotation", name)
+    known = verdicts.recall("keys", name)
     if isinstance(known.get("rotate_keys"), bool) and "balance" in known:
         try:
             return known["rotate_keys"], _from_text(known["balance"], engine)
@@ -58,7 +58,7 @@ def probed(engine: Engine) -> tuple[bool, Balance | None]:
     rotated, plain = (divergence(engine, rotate_keys=rotate, balance=found) for rotate in (True, False))
     steps = None if found is None else b"".join(found.steps).hex()
     verdict = {"rotate_keys": rotated <= plain, "balance": steps, "kl_rotated": rotated, "kl_plain": plain}
-    verdicts.keep("rotation", name, verdict | {"model": engine.name})
+    verdicts.keep("keys", name, verdict | {"model": engine.name})
     return rotated <= plain, found
 
 

@@ -16,7 +16,7 @@ from qkvshare_agents.page import PRESETS, Precision
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verdicts, "directory", lambda: tmp_path / "kept")
-    return tmp_path / "kept" / "rotation"
+    return tmp_path / "kept" / "keys"
 
 
 @pytest.fixture
