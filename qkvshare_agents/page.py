@@ -7,7 +7,7 @@ group's scale; StreamingLLM, arXiv 2309.17453) stay in native precision.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -52,7 +52,7 @@ class Precision:
     value_group_size: int | None = 64
     widths: tuple[tuple[int | None, int | None], ...] | None = None
     wide_from: int | None = None
-    balance: Balance | None = None
+    balance: Balance | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         widths = (*codec.WIDTHS, None)
