@@ -52,11 +52,15 @@ def of_sizes(queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Balance:
 
 
 def _steps(queries: Tensor, keys: Tensor) -> bytes:
-    logs = [size.double().clamp_min(1e-3 * float(size.mean()) or 1.0).log2() for size in (queries, keys)]
+    logs = [_log(size.cpu().double()) for size in (queries, keys)]
     wanted = (logs[0] - logs[1]) / 2
     wanted = wanted - wanted.mean(-1, keepdim=True)
     steps = (wanted * STEPS).round().clamp(-MOST, MOST).to(torch.int64) + _ZERO
     return bytes(steps.flatten().tolist())
+
+
+def _log(size: Tensor) -> Tensor:
+    return size.clamp_min(1e-3 * float(size.mean()) or 1.0).log2()
 
 
 @lru_cache(maxsize=256)

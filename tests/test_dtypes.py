@@ -115,10 +115,10 @@ def test_kv_of_another_dtype_is_refused(checkpoint: Path) -> None:
 
 
 def test_a_model_that_the_caller_has_loaded_is_used_as_it_is() -> None:
-    model, tokenizer = tiny_model().to(torch.bfloat16), tiny_tokenizer()
+    model, tokenizer = tiny_model(), tiny_tokenizer()
     use_model("mine", model, tokenizer)
     use_model("mine", model, tokenizer)
-    settings = HostSettings("mine")
+    settings = HostSettings("mine", precision="native")
     host = open_host(settings)
     try:
         first = host.submit(turn("Say a lot.")).result()
