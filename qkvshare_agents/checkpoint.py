@@ -44,7 +44,7 @@ def load(
     source = models.resolve(model)
     options: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
-        # told nothing, transformers asks at the terminal whether to run code that lies beside a model, and reads pickles
+        # told nothing, transformers asks at the terminal whether to run code beside a model, and reads pickles
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         configuration = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if pickled := _pickled(Path(source), configuration):
