@@ -95,6 +95,6 @@ def test_pages_link_to_what_is_there(page: Path) -> None:
 def test_files_stay_small() -> None:
     folders = ("qkvshare_agents", "kernels", "adapters", "examples")
     sizes = {p: len(p.read_text().splitlines()) for f in folders for p in (ROOT / f).rglob("*.py")}
-    assert not {p.name: n for p, n in sizes.items() if n > 300}
+    assert not {p.name: n for p, n in sizes.items() if n > 400}
     assert sorted(sizes.values())[len(sizes) // 2] <= 150, "the median file"
     assert all(n <= 120 for p, n in sizes.items() if p.parent.name == "examples")

@@ -157,7 +157,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     sizes = {} if family == "gpt2" else _SIZES
     config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **overrides})
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
 
 
 def matrix(families: Iterable[str] = tuple(FAMILIES)) -> dict[str, dict[str, Any]]:
