@@ -182,7 +182,7 @@ def test_wide_windows_are_probed_as_if_they_were_short(
     fed = []
     original = Driver.read
     monkeypatch.setattr(
-        Engine, "read", lambda self, run, ids, count: fed.append(len(ids)) or original(self, run, ids, count)
+        Driver, "read", lambda self, run, ids, count: fed.append(len(ids)) or original(self, run, ids, count)
     )
     engine = tiny_engine(kind, max_position_embeddings=8192, **overrides)
     assert engine.refusal is None and engine.shape and max(fed) < 100
