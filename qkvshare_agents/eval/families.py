@@ -166,7 +166,7 @@ def matrix(families: Iterable[str] = tuple(FAMILIES)) -> dict[str, dict[str, Any
     if unknown:
         raise InvalidSetting(f"no family {', '.join(unknown)}; the families are {', '.join(FAMILIES)}")
     tokenizer = _tokenizer()
-    return {name: doctor.examine(Engine(tiny_model(name), tokenizer, name=f"tiny-{name}")) for name in families}
+    return {name: doctor.examine(Engine.of(tiny_model(name), tokenizer, name=f"tiny-{name}")) for name in families}
 
 
 def cells(found: Mapping[str, Any]) -> dict[str, str]:
