@@ -1,26 +1,30 @@
 """What a host holds, for its owner and for `qkvshare top` in another process of the same user.
 
-After every turn a host replaces a small file of its own: names of agents, counts and bytes, no text and no ids. It lies
-in a directory that only this user can enter, and is gone when the host closes; that of a process that has died
-is deleted by whoever looks next.
+While it answers turns, a host replaces a small file of its own: names of agents, counts and bytes, no text and no ids.
+A thread of its own does so, some times a second at most, and no turn waits for it. The file lies in a directory that
+only this user can enter, and is gone when the host closes; that of a process that has died is deleted by whoever looks
+next.
 """
 
 import json
 import os
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qkvshare_agents import models
 from qkvshare_agents.errors import QKVShareError
-
-if TYPE_CHECKING:
-    from qkvshare_agents.host import Host
+from qkvshare_agents.residents import Resident, Residents
+from qkvshare_agents.shared_store import SharedPageStore
 
 _LARGEST = 1 << 20  # bytes of a file that is read
+_MOST_AGENTS = 32  # in a description; the others are counted
+_LONGEST_NAME = 80
+_PAUSE_S = 0.25  # between two files
 
 
 def directory() -> Path:
@@ -29,36 +33,83 @@ def directory() -> Path:
     return (Path(runtime) / "qkvshare" if runtime else models.models_directory().parent) / "hosts"
 
 
-def describe(host: "Host") -> dict[str, Any]:
-    """Agents with the widths of their next pages, what is stored, and the budget. Waits for nothing.
+def describe(residents: Residents, store: SharedPageStore | None, budget_bytes: int, **about: Any) -> dict[str, Any]:
+    """The agents that spoke last with the widths of their next pages, how many others there were, what is stored, and
+    the budget; about: what it says besides. Waits for no turn.
 
-    stored_bytes of an agent: of pages with its last prompt; agents that share pages count them each.
+    stored_bytes of an agent: of pages with its last prompt; agents that share pages count them each. forgotten: how
+    often an agent had to make way for others, beside those that are listed or counted as `others`.
     """
-    store = host.stored
-    agents = host.residents.snapshot()
-    for row, ids in zip(agents, [agent.ids for agent in host.residents], strict=False):
-        row["stored_tokens"], row["stored_bytes"] = store.weigh(ids) if store else (0, 0)
+    known = list(residents)
+    shown = known[-_MOST_AGENTS:]
     return {
-        "model": host.settings.model,
+        **about,
         "pid": os.getpid(),
         "time_s": time.time(),
-        "precision": host.settings.precision,
-        "uniform_because": host.uniform_because,
-        "budget_bytes": store.budget_bytes if store else host.settings.budget_bytes,
+        "budget_bytes": store.budget_bytes if store else budget_bytes,
         "stored_bytes": store.nbytes if store else 0,
         "pages": store.page_count if store else 0,
         "evicted_pages": store.evicted_pages if store else 0,
-        "agents": agents,
+        "agents": [_row(agent, residents.widths(agent), store) for agent in shown],
+        "others": len(known) - len(shown),
+        "forgotten": residents.forgotten,
+    }
+
+
+def _row(agent: Resident, flat: Sequence[int], store: SharedPageStore | None) -> dict[str, Any]:
+    """What is said of an agent: name, scope, tokens, turns, widths of its next pages per layer, their average."""
+    stored_tokens, stored_bytes = store.weigh(agent.ids) if store else (0, 0)
+    return {
+        "agent": agent.key[1][:_LONGEST_NAME],
+        "scope": agent.key[0][:_LONGEST_NAME],
+        "tokens": len(agent.ids),
+        "turns": agent.turns,
+        "key_bits": flat[::2],
+        "value_bits": flat[1::2],
+        "average_bits": sum(flat) / len(flat) if flat else None,
+        "observations": agent.observations,
+        "last_turn_s": agent.last_turn,
+        "stored_tokens": stored_tokens,
+        "stored_bytes": stored_bytes,
     }
 
 
 class Notice:
-    """The file of one host. What can't be written is left out: nobody's turn fails for it."""
+    """The file of one host. What can't be written is left out: nobody's turn fails for it.
 
-    def __init__(self) -> None:
+    describe: what to write, called on a thread of the notice's own.
+    """
+
+    def __init__(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        self._describe = describe
         self._path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._changed, self._closing = threading.Event(), threading.Event()
 
-    def post(self, described: Mapping[str, Any]) -> None:
+    def changed(self) -> None:
+        """What is described is not what it was: replace the file soon. Returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="qkvshare-status", daemon=True)
+            self._thread.start()
+        self._changed.set()
+
+    def withdraw(self) -> None:
+        """Delete the file, for good."""
+        self._closing.set()
+        self._changed.set()
+        if self._thread:
+            self._thread.join()
+        if self._path:
+            self._path.unlink(missing_ok=True)
+        self._path = None
+
+    def _run(self) -> None:
+        while self._changed.wait() and not self._closing.is_set():
+            self._changed.clear()
+            self._post(self._describe())
+            self._closing.wait(_PAUSE_S)
+
+    def _post(self, described: Mapping[str, Any]) -> None:
         """Replace the file by what is described, in one step."""
         try:
             folder = directory()
@@ -73,11 +124,6 @@ class Notice:
             self._path = path
         except OSError:
             return
-
-    def withdraw(self) -> None:
-        if self._path:
-            self._path.unlink(missing_ok=True)
-        self._path = None
 
 
 def running() -> list[dict[str, Any]]:
@@ -135,6 +181,8 @@ def lines(described: Mapping[str, Any]) -> Iterator[str]:
         counts = f"{row['tokens']:8} {row['stored_tokens']:8} {_mb(row['stored_bytes']):>8} {bits:>6}"
         widths = f"keys {_widths(row['key_bits'])}  values {_widths(row['value_bits'])}" if row["key_bits"] else ""
         yield f"  {_plain(row['agent'])[:20]:20} {counts}  {widths}".rstrip()
+    if others := d.get("others", 0) + d.get("forgotten", 0):
+        yield f"  and {others} that spoke earlier"
 
 
 def _widths(bits: Sequence[int]) -> str:

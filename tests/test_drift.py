@@ -525,7 +525,7 @@ def test_refreshed_kv_is_that_of_text_replay() -> None:
 
 @pytest.mark.parametrize("family", ["jamba", "mamba"])
 def test_refresh_reads_recurrent_state_anew(family: str) -> None:
-    engine = Engine(families.tiny_model(family), tiny_tokenizer())
+    engine = Engine.of(families.tiny_model(family), tiny_tokenizer())
     one = ScriptedHost(lambda prompt: f"Answer {len(prompt)}, in some words.", engine=engine, refresh_every=2)
     for name in NAMES:
         one.roster.learn("", name, f"You are {name}, and you say what {name} says.")

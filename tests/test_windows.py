@@ -32,7 +32,7 @@ ENGINES = {
     "gemma3_text": tiny_engine("gemma3_text", sliding_window=WINDOW, head_dim=16, num_hidden_layers=6),
     "cohere2": tiny_engine("cohere2", sliding_window=WINDOW, num_hidden_layers=4),
     # windows beside full attention of another shape, and layers that use others' KV
-    "gemma4_text": Engine(families.tiny_model("gemma4_text"), tiny_tokenizer(), name="gemma4_text"),
+    "gemma4_text": Engine.of(families.tiny_model("gemma4_text"), tiny_tokenizer(), name="gemma4_text"),
 }
 TASK = Message("user", "Write a function that adds two numbers, and then some more of them, please.", "user")
 
