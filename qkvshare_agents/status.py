@@ -8,11 +8,10 @@ next.
 
 import json
 import os
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from qkvshare_agents import models
 from qkvshare_agents.errors import QKVShareError
 from qkvshare_agents.residents import Resident, Residents
 from qkvshare_agents.shared_store import SharedPageStore
+from qkvshare_kernels import private
 
 _LARGEST = 1 << 20  # bytes of a file that is read
 _MOST_AGENTS = 32  # in a description; the others are counted
@@ -112,15 +112,9 @@ class Notice:
     def _post(self, described: Mapping[str, Any]) -> None:
         """Replace the file by what is described, in one step."""
         try:
-            folder = directory()
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_private(folder):
-                return
-            path = self._path or folder / f"{os.getpid()}-{id(self):x}.json"
-            file, name = tempfile.mkstemp(dir=folder, prefix=".")
-            with os.fdopen(file, "w", encoding="utf-8") as out:
-                json.dump(described, out)
-            os.replace(name, path)
+            path = self._path or directory() / f"{os.getpid()}-{id(self):x}.json"
+            with private.opened(path.parent) as folder:
+                private.write(folder, path.name, json.dumps(described).encode(), lasting=False)
             self._path = path
         except OSError:
             return
@@ -128,30 +122,27 @@ class Notice:
 
 def running() -> list[dict[str, Any]]:
     """What the hosts of this user said last, oldest process first. Raises QKVShareError for a directory of others."""
-    folder = directory()
-    if not folder.is_dir():
+    if not directory().is_dir():
         return []
-    if not _is_private(folder):
-        raise QKVShareError(f"{folder} must be a directory of this user with mode 0700: chmod 700 it if it is yours")
-    return [described for path in sorted(folder.glob("*.json")) if (described := _read(path))]
+    try:
+        with private.opened(directory(), make=False) as folder:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and name[0] != ".")
+            return [described for name in names if (described := _read(folder, name))]
+    except private.NotPrivate as error:
+        raise QKVShareError(str(error)) from None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    pid = path.name.partition("-")[0]
+def _read(folder: int, name: str) -> dict[str, Any] | None:
+    pid = name.partition("-")[0]
     if pid.isdigit() and not _is_alive(int(pid)):
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
         return None
     try:
-        with path.open("rb") as file:
-            described = json.loads(file.read(_LARGEST))
-    except (OSError, ValueError):
+        described = json.loads(private.read(folder, name, _LARGEST))
+    except (OSError, ValueError, RecursionError):
         return None
     return described if isinstance(described, dict) and isinstance(described.get("agents"), list) else None
-
-
-def _is_private(folder: Path) -> bool:
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def _is_alive(pid: int) -> bool:
