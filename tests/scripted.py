@@ -104,7 +104,7 @@ class ScriptedHost(Host):
     def assert_exact(self) -> None:
         assert self.prompts, "no turn ran"
         for text, anew in self.restarts:
-            assert text.split() == anew.split(), "what the messages say is not what the prompt says"
+            assert "".join(text.split()) == "".join(anew.split()), "what the messages say is not what the prompt says"
         assert self.engine.worst <= MAX_DIFFERENCE, f"a handoff moved the logits by {self.engine.worst}"
 
 

@@ -96,9 +96,7 @@ async def test_a_handoff_takes_along_what_was_said_and_no_thought(process, said:
     text = client.host.texts[1]
     assert client.host.reports[1].agent == "tester" and "secret" not in text
     answers = re.findall(r"<\|im_start\|>assistant\n(.+?)<\|im_end\|>", text, re.DOTALL)
-    assert answers == [SENTENCE] * (SENTENCE in said) + [
-        "Transferred to tester, adopting the role of tester immediately."
-    ]
+    assert answers[:-1] == [SENTENCE] * (SENTENCE in said) and answers[-1].startswith("Transferred to tester")
 
 
 def test_thoughts_of_other_clients_are_said_text(process) -> None:
