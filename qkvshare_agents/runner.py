@@ -32,7 +32,7 @@ from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start, with_state
 from qkvshare_agents.summary import Summaries
-from qkvshare_agents.transcript import Prompt, ledger_keys
+from qkvshare_agents.transcript import Prompt, ledger_key
 from qkvshare_agents.turn import Answer, Turn
 
 if TYPE_CHECKING:
@@ -145,8 +145,7 @@ class Runner:
         dropped_tokens = summed.dropped_tokens + fitted.dropped_tokens
         reasons += self._keep(start, (*prompt.ids, *speech.ids), prompt, turn)
         quantize_ms = _ms_since(sealing)
-        for key in ledger_keys(text, calls):
-            self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
+        self._host.ledger.record(ledger_key(text, calls), speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
         replay_ms, replay_kl = replay(engine, whole(fitted).ids, first) if first is not None else (None, None)
         report = HandoffReport(

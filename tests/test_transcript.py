@@ -314,11 +314,11 @@ def test_messages_repeated_after_a_cancelled_call() -> None:
 
 
 def test_own_words_that_come_back_as_a_user_message() -> None:
-    """LangGraph nodes may store answers as named user messages, which all agents then see alike."""
+    """A team that goes on with earlier messages, or nodes that store answers as named user messages."""
     team = Team(CODER, TESTER)
     first = team.answer("coder", user(TASK), text=CODE)
     for viewer in ("coder", "tester"):
-        assert continues(team.prompt(viewer, user(TASK), user(CODE, "coder")), first)
+        assert continues(team.prompt(viewer, user(TASK), user(CODE, "coder"), user("More.")), first)
 
 
 def test_an_unnamed_caller() -> None:
