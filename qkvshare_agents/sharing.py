@@ -25,7 +25,7 @@ from qkvshare_agents.transport.shm import ShmTransport
 from qkvshare_agents.turn import Answer, Turn
 
 _MOST_PARTS = 32  # packages that a newer one may build on; then all pages travel again
-_REMEMBERED = 100_000  # pages
+_REMEMBERED = 20_000  # packages, and pages of packages
 _PAUSE_S = 10.0  # after a failure; turns in between do not wait for a store that is down
 _PARTS, _OWNERS = "parts", "owners"  # in a package's metadata
 

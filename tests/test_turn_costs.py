@@ -12,7 +12,7 @@ from qkvshare_agents import host as host_module
 from qkvshare_agents.encoder import Encoder
 from qkvshare_agents.host import Host
 from qkvshare_agents.identity import Identity
-from qkvshare_agents.ledger import Member
+from qkvshare_agents.ledger import Ledger, Member, Roster
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.sharing import SharingHost
@@ -106,3 +106,16 @@ def test_weights_are_found_without_their_names_too(kind: str) -> None:
     named = sorted(weight.data_ptr() for _, weight in named_weights(model))
     found = plain_tensors(model)
     assert found is not None and sorted({t.data_ptr() for t in found}) == sorted(set(named))
+
+
+def test_what_is_known_of_teams_and_what_they_said_is_bounded() -> None:
+    roster, ledger = Roster(), Ledger()
+    for number in range(60_000):
+        ledger.record(f"answer {number}", [number])
+        if number < 10_000:
+            roster.learn(f"team {number}", "a", "text")
+            roster.learn("", f"agent {number}", "an agent outside of any team")
+    known = [number for number in range(60_000) if ledger.find(f"answer {number}")]
+    assert len(known) <= 50_000 and known[-1] == 59_999
+    assert sum(bool(roster.members(f"team {number}")) for number in range(10_000)) < 1000
+    assert len(roster.members("")) <= 256 and "agent 9999" in roster.members("")
