@@ -225,7 +225,8 @@ def test_pages_that_are_too_coarse_are_sent_wider() -> None:
     assert {part.packed.bits for step in out.steps for part in step.page.parts if part.packed} == {8}
     b = scripted("falcon_h1", precision="tiny", coarse_limit=1e-4)
     assert b.take(carried(out)).reasons == ()
-    coarse.runner._held = ()  # another turn ran since: nothing to compare with, and nothing wider to send
+    # another turn ran since: nothing to compare with, and nothing wider to send
+    coarse._load().runner._working.held = ()
     out = coarse.export(turn(coarse, "b", messages))
     assert {part.packed.bits for step in out.steps for part in step.page.parts if part.packed} == {3, 2}
     with pytest.raises(PackageError, match="another turn ran since"):
