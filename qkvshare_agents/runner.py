@@ -99,14 +99,21 @@ class Runner:
 
     def _speaks_plainly(self) -> bool:
         """Whether what the model says is what its KV's fingerprint stands for: no adapter changes the end alone."""
-        return self._host.settings.lora == "refuse" or self._host.fingerprint == self._host.engine.fingerprint
+        return self._host.settings.lora == "refuse" or self._host.fingerprint == self._host.own_fingerprint
 
-    def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
+    def answer(
+        self,
+        turn: Turn,
+        on_text: Callable[[str], None],
+        cancelled: Callable[[], bool],
+        prompt: Prompt | None = None,
+    ) -> Answer:
+        """prompt: the turn's, where it was laid out already."""
         engine = self._host.engine  # loading is no part of the turn
         started = time.perf_counter()
-        summed = self._summaries.shorten(turn, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
-        turn = summed.turn
-        prompt = self._host.prompt(turn)
+        prompt = prompt or self._host.prompt(turn)
+        summed = self._summaries.shorten(turn, prompt, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
+        turn, prompt = summed.turn, summed.prompt
         fixed = None if active_from(engine.model, prompt.ids) is None else "tokens in the prompt activate an adapter"
         fitted = self._composer.fit(turn, prompt, self._refusal(self._host.context_tokens) or fixed)
         prompt, room = fitted.prompt, self._host.context_tokens - fitted.tokens

@@ -136,6 +136,14 @@ def lay_out(
     return _assemble(turns, system, tools, template, ledger)
 
 
+def answered(prompt: Prompt, said: Message, template: Template, ledger: Ledger) -> Prompt:
+    """What every later prompt begins with: `prompt` and `said`, the answer to it. As `lay_out` of the longer
+    conversation, without laying it out again."""
+    ids = prompt.ids[: len(prompt.ids) - len(template.thought)]
+    ids += tuple(ledger.find(said.ledger_key) or template.answer(_answer(said)))
+    return Prompt(ids, len(ids), (*prompt.answers, (len(ids), said.source)), prompt.header)
+
+
 def _relay_turns(
     messages: Sequence[Message],
     speaker: Member,
