@@ -142,6 +142,21 @@ def bench_kernels(
         kernels.show(result)
 
 
+@bench_app.command("store")
+def bench_store(
+    rounds: Annotated[int, typer.Option(min=1, help="Conversations timed; medians are reported.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time finding, adding and evicting pages in small and in large stores, without a model."""
+    from qkvshare_agents.eval import store
+
+    result = store.run(rounds=rounds, report=lambda text: typer.echo(text, err=True))
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        store.show(result)
+
+
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from qkvshare_agents import package
-from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError
+from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError, printable
 from qkvshare_agents.host import Host
 from qkvshare_agents.package import Package
 from qkvshare_agents.payload import Payload
@@ -153,7 +153,7 @@ class Courier:
         return ms
 
     def _failed(self, what: str, error: Exception) -> str:
-        reason = f"KV could not be {what} over {self._transport.name}: {error}"
+        reason = f"KV could not be {what} over {self._transport.name}: {printable(str(error))}"
         if not self._warned:
             _log.warning("%s; turns read the text again until it works (said once)", reason)
             self._warned = True

@@ -61,7 +61,7 @@ class Host:
         self.canaries = Canaries()
         self._exchange = Exchange()
         self.residents = Residents(self._precision, None)
-        self._notice = Notice()
+        self._notice = Notice(self.status)
         self._projectors: list[Projector] = []
         self._runner = Runner(self)
         self._root = b""
@@ -147,8 +147,11 @@ class Host:
         return refusal or self.residents.uniform_because
 
     def status(self) -> dict[str, Any]:
-        """Agents, their tokens and bytes, the widths of their next pages, what is stored, and the budget."""
-        return status.describe(self)
+        """The agents that spoke last, their tokens and bytes, the widths of their next pages, what is stored, and the
+        budget; see `status.describe`."""
+        s = self.settings
+        about = {"model": s.model, "precision": s.precision, "uniform_because": self.uniform_because}
+        return status.describe(self.residents, self._store, s.budget_bytes, **about)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Keep to another budget from now on; waits for queued turns. What is over it is dropped, least recently used
@@ -270,8 +273,8 @@ class Host:
         """Let the running turn end, refuse queued and further ones with HostClosed, free the model and all pages."""
         self._closed = True
         self._worker.shutdown(wait=True)
-        self._forget()
         self._notice.withdraw()
+        self._forget()
         self._engine = self._store = None
         self._runner = Runner(self)
 
@@ -289,4 +292,4 @@ class Host:
         try:
             return self._runner.answer(turn, on_text, cancelled)
         finally:
-            self._notice.post(self.status())
+            self._notice.changed()

@@ -276,7 +276,7 @@ class Runner:
                 sealed_tokens += seal_read(start, kv, read, assembly or Assembly(), prompt.settled, precision, by)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
-        self._host.residents.note_turn(_key(turn), fed, sealed_tokens)
+        self._host.residents.note_turn(_key(turn), fed, sealed_tokens, min(prompt.header, len(fed)))
         self._composer.keep(start, fed, prompt, turn)
         if start.assembly is None and plainly and not self._host.engine.has_state:
             self._host.canaries.keep(fed, canary_of(torch.stack(tuple(start.run.expected))))
@@ -286,6 +286,7 @@ class Runner:
         for tokens, snapshot in start.snapshots.items():
             self._host.snapshots.keep(fed[:tokens], snapshot)
         if dropped := store.evicted_pages - evicted:
+            self._host.residents.forget_gone(store.stored_tokens)
             return (f"{dropped} pages were dropped, least recently used first: {store.budget_bytes:,} bytes are full",)
         return ()
 

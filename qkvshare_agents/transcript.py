@@ -12,6 +12,7 @@ A prompt is a pure function of (messages, speaker, members, system, template, le
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from qkvshare_agents.errors import InvalidMessage
@@ -27,6 +28,7 @@ SHARED_SYSTEM = (
     "[editor], says which agent answers next and what its task is. Answer only as that agent."
 )
 _HUMAN = ("", "user")
+NO_RESULT = "(no result)"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def lay_out(
     view: View | None = None,
 ) -> Prompt:
     """The prompt for `speaker`'s next answer. `messages` come without the speaker's own leading system message."""
-    view = view or View()
+    view, messages = view or View(), _in_call_order(messages)
     if (view.layout or layout) == "relay":
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
         if view.visible is not None:
@@ -241,6 +243,45 @@ def _plain(message: Message, reader: str = "") -> str:
 
 def _answer(message: Message) -> str:
     return "\n".join(filter(None, (message.text, calls_text(message.calls)))) if message.calls else message.text
+
+
+def _in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """Results that stand together, in the order of their calls: few templates show ids, so that order alone tells
+    several calls of one tool apart.
+
+    A call without a result gets one that says so, where others of its answer have theirs. A result without a call
+    comes last, as text. Nothing moves across another message: a prompt still grows at its end.
+    """
+    ordered: list[Message] = []
+    waiting: dict[str, list[tuple[int, ToolCall]]] = {}  # calls by id, with their place among all calls
+    newest: list[tuple[int, ToolCall]] = []
+    asked = 0
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        if not are_results:
+            for message in group:
+                ordered.append(message)
+                if message.role == "assistant" or message.calls:
+                    newest, asked = list(enumerate(message.calls, asked)), asked + len(message.calls)
+                    waiting |= {call.id: [(i, c) for i, c in newest if c.id == call.id] for call in message.calls}
+            continue
+        results = [(_take(waiting, message, asked), message) for message in group]
+        found = {place for place, _ in results}
+        if found.intersection(place for place, _ in newest):
+            missing = [(place, call) for place, call in newest if place not in found]
+            results += [(p, Message("tool", NO_RESULT, call_id=c.id, tool=c.name)) for p, c in missing]
+            newest = []
+        ordered += [message for _, message in sorted(results, key=lambda result: result[0])]
+    return ordered
+
+
+def _take(waiting: dict[str, list[tuple[int, ToolCall]]], result: Message, otherwise: int) -> int:
+    """The place of the call that a result answers, which then waits no more."""
+    calls = waiting.get(result.call_id, [])
+    found = next((entry for entry in calls if entry[1].name == result.tool), calls[0] if calls else None)
+    if found is None:
+        return otherwise
+    calls.remove(found)
+    return found[0]
 
 
 def _answers(asked: Message, messages: Sequence[Message]) -> bool:

@@ -12,8 +12,9 @@ from support import tiny_engine
 from torch import Tensor
 
 from qkvshare_agents import registry
-from qkvshare_agents.engine import Engine, Run
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.run import Run
 from qkvshare_agents.runner import Runner
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt

@@ -10,8 +10,7 @@ from test_page_store import PAGE_SIZES, Ids, Store, agreement, assert_right, con
 from qkvshare_agents import ledger as ledger_module
 from qkvshare_agents.access import Access
 from qkvshare_agents.ledger import Ledger, Member, Roster
-from qkvshare_agents.page_store import SHORTEST_SLICE
-from qkvshare_agents.prefix_tree import _MOST_OWNERS
+from qkvshare_agents.prefix_tree import _MOST_OWNERS, SHORTEST_SLICE
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.toolcall import ToolCall
 from qkvshare_agents.transcript import Message, View, lay_out, ledger_key, ledger_keys

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def open_host(family: str = "", **settings: object) -> Host:
     kind = SharingHost if settings.get("share", "shm") else Host
-    engine = Engine(families.tiny_model(family), tiny_tokenizer()) if family else tiny_engine()
+    engine = Engine.of(families.tiny_model(family), tiny_tokenizer()) if family else tiny_engine()
     host = kind(HostSettings("tiny", **{"precision": "native", "share": "shm", **settings}), engine)
     for name in NAMES:
         host.roster.learn("", name, f"You are {name}, and you say what {name} says.")

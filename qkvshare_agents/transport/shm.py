@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from qkvshare_agents.transport.interface import (
     Deadline,
     check_key,
 )
+from qkvshare_kernels import private
 from qkvshare_kernels.memory import fresh
 
 CAPACITY_BYTES = 2 * 1024**3
@@ -185,24 +186,13 @@ class ShmTransport:
 
 
 def _open_private(directory: Path) -> int:
-    """A descriptor of the directory, through which all later access goes, so that it can't be swapped."""
     with _explained(f"can't use {directory}"):
         try:
-            os.mkdir(directory, 0o700)
-        except FileExistsError:
-            pass
-        try:
-            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except NotADirectoryError:
-            raise TransportError(f"{directory} is a link or no directory: delete it, or pass directory=") from None
-    status = os.fstat(folder)
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        os.close(folder)
-        raise TransportError(
-            f"{directory} is of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; it must be of user "
-            f"{os.geteuid()} with mode 0700: chmod 700 it if it is yours, else pass directory="
-        )
-    return folder
+            with suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+            return private.open_private(directory, make=False)
+        except private.NotPrivate as error:
+            raise TransportError(f"{error}, or pass directory=") from None
 
 
 def _write(file: int, payload: Payload, deadline: Deadline) -> None:
