@@ -309,7 +309,7 @@ WEAK = {
 def test_no_canary_without_the_model_speaks_for_noise(canary: Canary, dtype: torch.dtype) -> None:
     """How much a canary has to say is not its sender's choice, also where 16 bits make the limit wide."""
     _, messages, out = sent()
-    engine = ENGINE if dtype == torch.float32 else Engine(tiny_model().to(dtype), tiny_tokenizer(), name="tiny-16")
+    engine = ENGINE if dtype == torch.float32 else Engine.of(tiny_model().to(dtype), tiny_tokenizer())
     b = Host(HostSettings("tiny", secret=""), engine)
     lie = replace(no_kv(out), canary=canary, fingerprint=b.fingerprint)
     if dtype != torch.float32:
@@ -346,7 +346,8 @@ def test_the_width_of_what_came_does_not_widen_the_limit(monkeypatch) -> None:
     b = host(precision="safe")
     say(b, "a", [replace(TASK, text=TASK.text[:200])])
     say(b, "a", [TASK])
-    b.store._root.children[0].children.clear()
+    b.store.resize(b.store.match(out.ids).pages[0].nbytes)  # the rest is evicted
+    b.store.resize(2**30)
     here = b.store.held(out.ids)
     steps = tuple(replace(step, page=None) if step.key in here else step for step in out.steps)
     asked: list[set[int]] = []
