@@ -8,8 +8,8 @@ decided on token ids, as always.
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from qkvshare_agents.courier import Courier
 from qkvshare_agents.engine import Engine
@@ -19,23 +19,42 @@ from qkvshare_agents.package import Package
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.shared_store import bare_key
-from qkvshare_agents.transcript import Message, Prompt
+from qkvshare_agents.transcript import Message, Prompt, answered
 from qkvshare_agents.transport.interface import DEADLINE_MS, Transport
 from qkvshare_agents.transport.shm import ShmTransport
 from qkvshare_agents.turn import Answer, Turn
 
 _MOST_PARTS = 32  # packages that a newer one may build on; then all pages travel again
-_REMEMBERED = 100_000  # pages
+_REMEMBERED = 20_000  # packages, and pages of packages
 _PAUSE_S = 10.0  # after a failure; turns in between do not wait for a store that is down
 _PARTS, _OWNERS = "parts", "owners"  # in a package's metadata
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """A published package that holds a page. until: monotonic seconds, a while before it expires."""
+class _Holders(Collection[bytes]):
+    """Pages that published packages hold, by content address, until a while before these expire."""
 
-    key: str
-    until: float
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def note(self, address: bytes, key: str, until: float) -> None:
+        """The package under `key` holds the page; until: monotonic seconds."""
+        self._known[address] = key, until
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+    def key(self, address: bytes) -> str:
+        """Of the package with that page; "" if there is none."""
+        key, until = self._known.get(address, ("", 0.0))
+        return key if until > time.monotonic() else ""
+
+    def __contains__(self, address: object) -> bool:
+        return isinstance(address, bytes) and bool(self.key(address))
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
 
 def open_transport(address: str) -> Transport:
@@ -62,7 +81,7 @@ class SharingHost(Host):
         super().__init__(settings, engine)
         self._transport = open_transport(settings.share)
         self._courier = Courier(self, self._transport, deadline_ms=self.deadline_ms)
-        self._holders: OrderedDict[bytes, _Holder] = OrderedDict()  # by content address of the page
+        self._holders = _Holders()
         self._known: OrderedDict[str, None] = OrderedDict()  # keys of packages that this process made or took
         self._paused_until = 0.0
 
@@ -70,17 +89,19 @@ class SharingHost(Host):
         super().close()
         self._transport.close()
 
-    def _run(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
-        if not cancelled():
-            turn = replace(turn, arrival=self._look_for(turn))
-        answer = super()._run(turn, on_text, cancelled)
+    def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
+        prompt = self.prompt(turn)
+        turn = replace(turn, arrival=self._look_for(turn, prompt))
+        if turn.arrival.moved_bytes:
+            prompt = self.prompt(turn)  # members of it said something in ids that were not known
+        answer = self._runner.answer(turn, on_text, cancelled, prompt)
         if not answer.calls:  # calls and their results stay with their agent, and so with this process
-            self._publish(turn, answer)
+            self._publish(turn, prompt, answer)
         return answer
 
-    def _look_for(self, turn: Turn) -> Arrival:
+    def _look_for(self, turn: Turn, prompt: Prompt) -> Arrival:
         """Take over what another process published of this conversation, unless it is here."""
-        settled = _settled(self.prompt(turn))
+        settled = _settled(prompt)
         key = self._key(settled)
         if not settled or key in self._known:
             return turn.arrival
@@ -117,21 +138,21 @@ class SharingHost(Host):
             self._remember(key, package)
         yield package, arrival
 
-    def _publish(self, turn: Turn, answer: Answer) -> None:
+    def _publish(self, turn: Turn, prompt: Prompt, answer: Answer) -> None:
         said = Message("assistant", answer.text, turn.speaker.name if turn.speaker.label else "")
         following = replace(turn, messages=(*turn.messages, said))
-        key, now = self._key(_settled(self.prompt(following))), time.monotonic()
+        prompt = answered(prompt, said, self.engine.template, self.ledger)
+        key, now = self._key(prompt.ids), time.monotonic()
         known = key in self._known
         self._remember(key, None)  # what was said here is not looked for elsewhere
         if known or now < self._paused_until:
             return
-        held = {address: h.key for address, h in self._holders.items() if h.until > now}
         try:
-            package = self.export(following, have=held)
+            package = self._exchange.export(self, following, prompt, self._holders, "", {}, False)
             left_out = (step.key for step in package.steps if step.page is None)
-            parts = list(dict.fromkeys(held.get(address) or held[bare_key(address)] for address in left_out))
-            if len(parts) > _MOST_PARTS:
-                package, parts = self.export(following), []
+            parts = list(dict.fromkeys(self._holders.key(a) or self._holders.key(bare_key(a)) for a in left_out))
+            if len(parts) > _MOST_PARTS or "" in parts:
+                package, parts = self._exchange.export(self, following, prompt, (), "", {}, False), []
         except PackageError:
             return  # nothing is stored of it, or KV of this model can't be moved: the turn's report said so
         owners = " ".join(self._named(owner) for owner in turn.access.owners)
@@ -156,10 +177,9 @@ class SharingHost(Host):
             for step in package.steps:
                 if step.sealed and step.page is not None:
                     address = step.key if step.page.holds(layers) else bare_key(step.key)
-                    self._holders[address] = _Holder(key, until)
-        for remembered in (self._known, self._holders):
-            while len(remembered) > _REMEMBERED:
-                remembered.popitem(last=False)
+                    self._holders.note(address, key, until)
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
 
     def _key(self, settled: Sequence[int]) -> str:
         """A name for what was said so far; the same text has other ids where it was not generated."""

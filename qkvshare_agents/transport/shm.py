@@ -118,8 +118,8 @@ class ShmTransport:
     def missing(self, keys: Sequence[str], *, deadline_ms: float = DEADLINE_MS) -> list[str]:
         Deadline(deadline_ms)
         now, wanted = time.time(), [check_key(key) for key in keys]
-        stored = {file.key for file in self.files() if file.expires_s > now}
-        return [key for key in wanted if key not in stored]
+        with _explained(f"can't look into {self.directory}"):
+            return [key for key in wanted if self._expires_s(key) <= now]
 
     def delete(self, key: str, *, deadline_ms: float = DEADLINE_MS) -> None:
         Deadline(deadline_ms)
@@ -163,6 +163,14 @@ class ShmTransport:
             yield file
         finally:
             os.close(file)
+
+    def _expires_s(self, key: str) -> float:
+        """When what is published under the key does; 0 if nothing is."""
+        try:
+            status = os.stat(key + _SUFFIX, dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0.0
+        return status.st_mtime if stat.S_ISREG(status.st_mode) else 0.0
 
     def _check(self, file: int, key: str) -> int:
         status = os.fstat(file)
