@@ -64,10 +64,10 @@ class Host:
                 if self._closed:
                     raise HostClosed(f"the host of {self.settings.model} is closed")
                 self._engine = self._engine or _engine(self.settings)
-                self._loaded = self._open(self._engine)
+                self._loaded = self._set_up(self._engine)
             return self._loaded
 
-    def _open(self, engine: Engine) -> "Loaded":
+    def _set_up(self, engine: Engine) -> "Loaded":
         return Loaded.of(Workspace(self.settings, engine, ledger=self.ledger, roster=self.roster, reports=self.reports))
 
     @property

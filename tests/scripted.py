@@ -19,7 +19,7 @@ from qkvshare_agents.run import Run
 from qkvshare_agents.runner import Runner
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt, lay_out
-from qkvshare_agents.turn import Turn
+from qkvshare_agents.turn import Answer, Turn
 from qkvshare_agents.workspace import Workspace
 
 Script = Callable[[str], str]
@@ -67,8 +67,13 @@ class ScriptedHost(Host):
         super().__init__(HostSettings("scripted", **settings), ScriptedEngine(engine or tiny_engine(), script))
         self.prompts: list[Prompt] = []
         self.restarts: list[tuple[str, str]] = []
+        self.turns: list[Turn] = []
 
-    def _open(self, engine: Engine) -> Loaded:
+    def _run(self, turn: Turn, *rest: object) -> Answer:
+        self.turns.append(turn)
+        return super()._run(turn, *rest)
+
+    def _set_up(self, engine: Engine) -> Loaded:
         host = self
 
         class ScriptedWorkspace(Workspace):

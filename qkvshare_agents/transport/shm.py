@@ -45,8 +45,11 @@ class Stored:
 
 
 def default_directory() -> Path:
-    """/dev/shm, then XDG_RUNTIME_DIR, then the temporary directory (which may be a disk): the first that is there."""
-    for parent in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", "")):
+    """XDG_RUNTIME_DIR, then /dev/shm, then the temporary directory (which may be a disk): the first that is there.
+
+    In the first nobody else can make a directory of our name.
+    """
+    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
         if parent and os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK):
             return Path(parent) / f"qkvshare-{os.geteuid()}"
     return Path(tempfile.gettempdir()) / f"qkvshare-{os.geteuid()}"
