@@ -102,7 +102,8 @@ def test_payload_counts_the_state() -> None:
     h = ScriptedHost(lambda prompt: "Yes, that is so.", engine=engine)
     member = h.roster.learn("", "a", "You are a.")
     said = h.submit(Turn(member, "", (TASK,), Sampling(max_tokens=30))).result().text
-    report = h.submit(Turn(member, "", (TASK, Message("assistant", said, "a")), Sampling(max_tokens=30))).result().report
+    history = (TASK, Message("assistant", said, "a"))
+    report = h.submit(Turn(member, "", history, Sampling(max_tokens=30))).result().report
     kept = max(h.snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
     assert report.payload_bytes == kept.nbytes > 0 and report.payload_ratio == pytest.approx(2.0)
 
