@@ -1,12 +1,20 @@
 """Loads a model's weights and tokenizer, or takes those that the caller has loaded under a name."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qkvshare_agents import loaded, models
-from qkvshare_agents.errors import InvalidSetting, MissingDependency, ModelNotFound, UnsupportedModel
+from qkvshare_agents.errors import InvalidSetting, MissingDependency, ModelNotFound, QKVShareError, UnsupportedModel
+
+_SAFE = (".safetensors", ".safetensors.index.json")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".bin.index.json")
+_NO_PICKLES = (
+    "only safetensors are loaded, since unpickling can run code; convert them where you trust them, with "
+    "transformers' from_pretrained(...).save_pretrained(...)"
+)
 
 
 def load(
@@ -23,7 +31,7 @@ def load(
     dtype: `auto` takes what the checkpoint has. device_map: as in transformers, for layers on several devices or on
     disk. Raises ModelNotFound if there is no such model or files are missing, InvalidSetting for settings that a
     loaded model can't follow any more, MissingDependency for a package that its weights need, UnsupportedModel for
-    weights that can't be loaded here.
+    weights that can't be loaded here, pickled ones among them, and for models that come with code of their own.
     """
     if dtype not in models.DTYPES:
         raise InvalidSetting(f"no dtype {dtype!r}; choose from {', '.join(models.DTYPES)}")
@@ -36,21 +44,55 @@ def load(
     source = models.resolve(model)
     options: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        quantized = getattr(AutoConfig.from_pretrained(source), "quantization_config", None) is not None
+        # told nothing, transformers asks at the terminal whether to run code beside a model, and reads pickles
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        configuration = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if pickled := _pickled(Path(source), configuration):
+            raise UnsupportedModel(f"the weights of model {model!r} are pickled ({pickled}): {_NO_PICKLES}")
+        quantized = getattr(configuration, "quantization_config", None) is not None
         placed = device_map or ({"": device} if quantized and device else None)
         if placed is not None:
             options |= {"device_map": placed, "offload_folder": offload_folder}
-        weights: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except OSError as error:  # not on the Hub, Hub out of reach, or files missing
-        raise ModelNotFound(f"model {model!r} can't be loaded: {_first_line(error)}") from error
-    except ImportError as error:  # of what quantized weights need, or of accelerate
-        raise MissingDependency(f"model {model!r} needs a package: {_first_line(error)}") from error
+        weights: Any = AutoModelForCausalLM.from_pretrained(
+            source, trust_remote_code=False, use_safetensors=True, dtype=dtype, **options
+        )
+    except QKVShareError:
+        raise
     except Exception as error:  # whatever a quantizer, a configuration or accelerate raises
-        raise UnsupportedModel(f"model {model!r} can't be loaded here: {_first_line(error)}") from error
+        raise _explained(model, error) from error
     if not (placed or quantized):
         weights = weights.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return weights, tokenizer
+
+
+def _pickled(folder: Path, configuration: Any) -> str:
+    """The name of a pickle that transformers would read from `folder` (no directory: from the Hub); "" if of none."""
+    named = getattr(configuration, "transformers_weights", None)
+    if named and not str(named).endswith(_SAFE):
+        return str(named)
+    for kind in ("adapter_model", "*"):  # an adapter's are looked for beside the model's own
+        found = sorted(path.name for path in folder.glob(f"{kind}.*"))
+        pickles = [name for name in found if name.endswith(_PICKLES)]
+        if pickles and not any(name.endswith(_SAFE) for name in found):
+            return pickles[0]
+    return ""
+
+
+def _explained(model: str, error: Exception) -> QKVShareError:
+    """As an error of ours; transformers' own advice is to switch off what protects."""
+    text = _first_line(error)
+    if "trust_remote_code" in str(error):
+        return UnsupportedModel(
+            f"model {model!r} needs code of its own, which lies beside it and is never run: choose a model that "
+            "transformers knows, or load it yourself where you trust that code, and name it with use_model"
+        )
+    if isinstance(error, OSError) and "use_safetensors" in str(error):
+        return UnsupportedModel(f"model {model!r} has no weights in safetensors: {_NO_PICKLES}")
+    if isinstance(error, OSError):  # not on the Hub, Hub out of reach, or files missing
+        return ModelNotFound(f"model {model!r} can't be loaded: {text}")
+    if isinstance(error, ImportError):  # of what quantized weights need, or of accelerate
+        return MissingDependency(f"model {model!r} needs a package: {text}")
+    return UnsupportedModel(f"model {model!r} can't be loaded here: {text}")
 
 
 def _first_line(error: Exception) -> str:

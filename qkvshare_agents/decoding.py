@@ -56,11 +56,11 @@ def by_generate(
         return by_loop(engine, run, ids, most, choose, cancelled)
     static = _static(engine, run, most)
     given = list(ids)
-    if run.cache is not None and engine.replay != "whole":
+    if run.cache is not None and engine.feeding != "whole":
         # What is in the cache is cut off by `generate`, but for caches without attention
         linear = getattr(run.cache, "is_linear", ())
         given = given[-1:] if linear and all(linear) else given[-run.tokens - 1 :]
-    cache = static or (run.cache if engine.replay != "whole" else None)
+    cache = static or (run.cache if engine.feeding != "whole" else None)
     steps = _Steps(run, len(given), choose, cancelled)
     inputs = torch.tensor([given], device=input_device(engine.model))
     with _plain(engine.model):
@@ -70,7 +70,7 @@ def by_generate(
             generation_config=GenerationConfig(do_sample=False, max_new_tokens=most, pad_token_id=0, use_cache=True),
             logits_processor=LogitsProcessorList([steps]),
             stopping_criteria=StoppingCriteriaList([_End(steps)]),
-            **({engine.cache_argument: cache} if cache is not None else {}),
+            **({engine.driver.cache_argument: cache} if cache is not None else {}),
         )
     if static and run.kv is not None:
         run.kv.advance(run.tokens)
@@ -79,7 +79,7 @@ def by_generate(
 def chosen(decoding: Decoding, engine: Engine) -> Decode:
     """What this setting comes to for this model. `auto` takes `generate` where our loop would read the whole text anew
     for every token. Raises UnsupportedModel if `generate` was asked for and says something else than our loop."""
-    if decoding == "loop" or (decoding == "auto" and engine.replay != "whole"):
+    if decoding == "loop" or (decoding == "auto" and engine.feeding != "whole"):
         return by_loop
     reason = _refusal(engine)
     if reason and decoding == "generate":
@@ -94,7 +94,7 @@ def _refusal(engine: Engine) -> str | None:
     heard: list[list[Tensor]] = []
     for decode in (by_loop, by_generate):
         run = engine.begin(KVCache(engine.shape) if engine.shape and not engine.refusal else None)
-        ids, said = engine.probe_ids(_PROMPT_TOKENS), list[Tensor]()
+        ids, said = engine.driver.probe_ids(_PROMPT_TOKENS), list[Tensor]()
         engine.feed(run, ids[:-1])
 
         def choose(logits: Tensor, said: list[Tensor] = said) -> int | None:

@@ -250,14 +250,16 @@ def _convert_gguf(gguf: Path, built: Path, report: Report) -> None:
 
     origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**origin)
+        model = AutoModelForCausalLM.from_pretrained(
+            **origin, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**origin, trust_remote_code=False)
     except Exception as error:  # the parsers raise what they like on a damaged or unknown file
         raise UnsupportedModel(f"{gguf}: transformers can't convert it: {_first_line(error)}") from error
     # `save_pretrained` refuses a model that says it is quantized, which these float32 weights no longer are.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    plain = AutoModelForCausalLM.from_config(model.config)
+    plain = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.save_pretrained(built)

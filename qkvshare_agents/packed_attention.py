@@ -17,11 +17,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
+from qkvshare_agents.driver import PREFILL_CHUNK_TOKENS
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.layers import LayerKind, kinds_of
 from qkvshare_agents.packed_cache import PackedCache
 from qkvshare_agents.page import Precision
+from qkvshare_agents.run import Run
 
 _PREFIX = "qkvshare_"
 # What may be passed to attention without changing what one token sees

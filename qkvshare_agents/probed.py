@@ -4,25 +4,24 @@ Only what can be handed over is remembered: a refusal may have had a passing cau
 """
 
 import hashlib
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
 
 from qkvshare_agents import verdicts
+from qkvshare_agents.driver import Feeding
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.kv_cache import KVShape
+from qkvshare_agents.probe import Verdict
 from qkvshare_agents.span import LayerGroup
 
-# How a prompt may be fed to transformers' own cache: in chunks; at once and then token by token (mamba scans start
-# anew with every longer call); or only as a whole, with no cache at all.
-Replay = Literal["chunks", "steps", "whole"]
-# the KV's shape, whether there is recurrent state, how prompts are fed, and the engine's tolerance
-Probed = tuple[KVShape, bool, Replay, float]
 
-
-def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
-    shape, has_state, replay, tolerance = found
+def keep(fingerprint: Fingerprint, model: Any, found: Verdict) -> None:
+    """Remember a verdict; a refusal is not."""
+    shape = found.shape
+    if found.refusal or shape is None:
+        return
     verdict = {
         "groups": [[list(g.layers), g.heads, g.key_dim, g.value_dim] for g in shape.groups],
         "windows": shape.windows,
@@ -30,14 +29,14 @@ def keep(fingerprint: Fingerprint, model: Any, found: Probed) -> None:
         "dtype": str(shape.dtype),
         "device": str(shape.device),
         "devices": list(map(str, shape.devices)),
-        "has_state": has_state,
-        "replay": replay,
-        "tolerance": tolerance,
+        "has_state": found.has_state,
+        "feeding": found.feeding,
+        "tolerance": found.tolerance,
     }
     verdicts.keep("probe", _name(fingerprint, model), verdict)
 
 
-def recall(fingerprint: Fingerprint, model: Any) -> Probed | None:
+def recall(fingerprint: Fingerprint, model: Any) -> Verdict | None:
     """What was kept of this model, under these versions; None if nothing, or something else."""
     found = verdicts.recall("probe", _name(fingerprint, model))
     try:
@@ -45,15 +44,11 @@ def recall(fingerprint: Fingerprint, model: Any) -> Probed | None:
         windows = tuple(None if window is None else int(window) for window in found["windows"])
         indexed = tuple(map(int, found["indexed"]))
         devices = tuple(map(torch.device, found["devices"]))
-        replay: Replay = "steps" if found["replay"] == "steps" else "chunks"
+        feeding: Feeding = "steps" if found["feeding"] == "steps" else "chunks"
         if (found["dtype"], found["device"]) != (str(model.dtype), str(model.device)):
             return None
-        return (
-            KVShape(groups, model.dtype, model.device, windows, devices, indexed),
-            bool(found["has_state"]),
-            replay,
-            float(found["tolerance"]),
-        )
+        shape = KVShape(groups, model.dtype, model.device, windows, devices, indexed)
+        return Verdict(None, shape, bool(found["has_state"]), feeding, float(found["tolerance"]))
     except (KeyError, TypeError, ValueError, RuntimeError):
         return None
 

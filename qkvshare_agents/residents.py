@@ -3,13 +3,16 @@
 One budget is shared by all of them. Widths are chosen anew when an agent joins or leaves, the budget changes, the free
 bytes have changed by a tenth, or attention shows something else than before; small gains change nothing. They hold
 for pages that are sealed later: what is sealed stays as it is.
+
+The agents that spoke last are known, and of those no more than a set number: a server that meets a new team with every
+request pays for it once.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from qkvshare_agents import codec
 from qkvshare_agents.budget import WIDTHS, Allocation, Curve, Item, allocate
@@ -23,13 +26,15 @@ _NEWCOMERS = 2  # as many agents again are expected to come
 _WORTHWHILE = 0.9  # new widths are taken when their error is less than this share of the old ones'
 _NOTABLE_CHANGE = 0.1  # of the free bytes
 _SLOWEST = 0.2  # share of a new observation in the running mean
+_MOST = 64  # agents that are known, those that spoke last
 # Where nothing was observed: the same for all layers, keys no narrower than values
 _UNIFORM = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 2), (2, 2))
 
 
 @dataclass
 class Resident:
-    """One agent. ids: its last prompt and answer, as far as KV was computed. sealed_tokens: in pages that it made.
+    """One agent. ids: its last prompt and answer, as far as KV was computed, in 8 bytes a token; header: how many of
+    them are the system text, which others have as well. sealed_tokens: in pages that it made.
 
     units: what its attention showed, a running mean (None: nothing yet). precision: of its next pages.
     """
@@ -37,6 +42,7 @@ class Resident:
     key: Key
     precision: Precision
     ids: Sequence[int] = ()
+    header: int = 0
     sealed_tokens: int = 0
     turns: int = 0
     last_turn: float = 0.0
@@ -47,8 +53,9 @@ class Resident:
 
 
 class Residents:
-    """Agents by key, and the widths of their pages. Used on the host's thread; `snapshot` may be called from others.
+    """Agents by key, and the widths of their pages. Used on the host's thread; may be iterated over on others.
 
+    forgotten: how often an agent had to make way for one that spoke later; if it comes back, it joins anew.
     base: what all pages have in common. shape: of the model's KV; None for a model without. average_bits: at most so
     many bits per value (scales and minima come on top), and what the budget holds if that is less.
     """
@@ -56,29 +63,52 @@ class Residents:
     def __init__(self, base: Precision, shape: KVShape | None, *, average_bits: float | None = None) -> None:
         self._base, self._shape, self._average_bits = base, shape, average_bits
         self._sizes = page_sizes(shape, base) if shape else []
-        self._agents: dict[Key, Resident] = {}
+        self._agents: dict[Key, Resident] = {}  # who spoke last comes last
+        self._priorities: dict[Key, float] = {}
+        self.forgotten = 0
         self._stale = True
         self._free = 0
         self.allocation: Allocation | None = None
         self.uniform_because = "attention was not observed yet"
 
     def __iter__(self) -> Iterator[Resident]:
+        """Who spoke last comes last."""
         return iter(list(self._agents.values()))
 
+    def __len__(self) -> int:
+        return len(self._agents)
+
     def agent(self, key: Key) -> Resident:
-        """The agent, which joins if it is new."""
-        if key not in self._agents:
-            self._agents[key] = Resident(key, self._base)
+        """The agent, which joins if it is new; the one that spoke longest ago may have to make way."""
+        known = self._agents.get(key)
+        if known is None:
+            if len(self._agents) >= _MOST:
+                self._forget_oldest()
+            known = self._agents[key] = Resident(key, self._base, priority=self._priorities.get(key, 1.0))
             self._stale = True
-        return self._agents[key]
+        return known
+
+    def forget_gone(self, stored_tokens: Callable[[Sequence[int]], int]) -> None:
+        """Forget agents most of whose KV is gone, from the one that spoke longest ago to the first that has its own."""
+        while self._agents:
+            oldest = next(iter(self._agents.values()))
+            if 2 * stored_tokens(oldest.ids) >= oldest.header + len(oldest.ids):
+                return
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        del self._agents[next(iter(self._agents))]
+        self.forgotten += 1
+        self._stale = True
 
     def leave(self, key: Key) -> None:
         """The agent will not come back: nothing is kept free for it."""
+        self._priorities.pop(key, None)
         self._stale |= self._agents.pop(key, None) is not None
 
     def prioritise(self, key: Key, weight: float) -> None:
-        """Errors of this agent count `weight` times (default 1)."""
-        self.agent(key).priority = weight
+        """Errors of this agent count `weight` times (default 1), also when it was forgotten and comes back."""
+        self._priorities[key] = self.agent(key).priority = weight
         self._stale = True
 
     def refresh(self) -> None:
@@ -94,10 +124,12 @@ class Residents:
         agent.curves = []
         self._stale = True
 
-    def note_turn(self, key: Key, ids: Sequence[int], sealed_tokens: int) -> None:
-        """The agent's turn has ended with KV of `ids`; `sealed_tokens` of them went into new pages."""
+    def note_turn(self, key: Key, ids: Sequence[int], sealed_tokens: int, header: int = 0) -> None:
+        """The agent's turn has ended with KV of `ids`; `sealed_tokens` of them went into new pages. header: how many of
+        the first ones are the system text."""
         agent = self.agent(key)
-        agent.ids, agent.last_turn = ids, time.time()
+        self._agents[key] = self._agents.pop(key)
+        agent.ids, agent.header, agent.last_turn = array("q", ids), header, time.time()
         agent.turns += 1
         agent.sealed_tokens += sealed_tokens
 
@@ -109,6 +141,10 @@ class Residents:
             self._choose(free_bytes)
             self._stale, self._free = False, free_bytes
         return agent.precision
+
+    def widths(self, agent: Resident) -> list[int]:
+        """Of the agent's next pages: keys, then values, of each layer in turn; none where they are native."""
+        return _flat(agent.precision, len(self._sizes))
 
     def _choose(self, free_bytes: int) -> None:
         agents = list(self._agents.values())
@@ -146,26 +182,6 @@ class Residents:
                 break
         for agent in agents:
             agent.precision = replace(self._base, key_bits=pair[0], value_bits=pair[1], widths=None)
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        """Of each agent: name, scope, tokens, turns, widths of its next pages per layer, their average."""
-        rows = []
-        for agent in self:
-            flat = _flat(agent.precision, len(self._sizes)) or []
-            rows.append(
-                {
-                    "agent": agent.key[1],
-                    "scope": agent.key[0],
-                    "tokens": len(agent.ids),
-                    "turns": agent.turns,
-                    "key_bits": flat[::2],
-                    "value_bits": flat[1::2],
-                    "average_bits": sum(flat) / len(flat) if flat else None,
-                    "observations": agent.observations,
-                    "last_turn_s": agent.last_turn,
-                }
-            )
-        return rows
 
 
 def page_sizes(shape: KVShape, precision: Precision) -> list[tuple[int, ...]]:

@@ -101,14 +101,14 @@ def measure(engine: "Engine") -> Rotary:
     positions = [0, *(min(p, limit - 2 + i) for i, p in enumerate(_POSITIONS))]
     caches = [_read_alone(engine, position) for position in positions]
     layers: list[Turn | None] = []
-    for layer in range(engine.shape.layers if engine.takes_positions else 1):
+    for layer in range(engine.shape.layers if engine.driver.takes_positions else 1):
         alone = [(keys[:, -1:], values[:, -1:]) for keys, values in (kv.layer(layer) for kv in caches)]
         found = _turn_of(engine, alone, positions)
         if isinstance(found, str):
             return Rotary(refusal=f"keys of {engine.config.model_type} can't be moved: {found}")
         layers.append(found)
     # Without an argument for positions the token stands behind others, and only in layer 0 is its KV its own
-    return Rotary(tuple(layers) if engine.takes_positions else (layers[0],) * engine.shape.layers)
+    return Rotary(tuple(layers) if engine.driver.takes_positions else (layers[0],) * engine.shape.layers)
 
 
 def of_stored(engine: "Engine") -> Rotary:
@@ -121,11 +121,11 @@ def of_stored(engine: "Engine") -> Rotary:
 def _read_alone(engine: "Engine", position: int) -> KVCache:
     """KV of a token that is read at `position` behind nothing; behind others if the model counts by itself."""
     assert engine.shape is not None
-    token, kv = engine.probe_ids(2)[1], KVCache(engine.shape)
+    token, kv = engine.driver.probe_ids(2)[1], KVCache(engine.shape)
     run = engine.begin(kv)
-    if engine.takes_positions:
+    if engine.driver.takes_positions:
         run.tokens = position
-    engine.feed(run, [token] if engine.takes_positions else [token] * (position + 1))
+    engine.feed(run, [token] if engine.driver.takes_positions else [token] * (position + 1))
     return kv
 
 

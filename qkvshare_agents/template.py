@@ -60,7 +60,7 @@ class Template:
             raise UnsupportedModel(
                 "the tokenizer has no chat template; use an instruct or chat model, or set tokenizer.chat_template"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._date = date or datetime.date.today()
         self._options: dict[str, Any] = {
             "enable_thinking": thinking,
@@ -182,8 +182,8 @@ class Template:
 
     def _render(self, chat: Sequence[dict[str, Any]], *, tools: Any = None, generate: bool = False) -> str:
         try:
-            source = self._tokenizer.get_chat_template(tools=tools or None)
-            return self._tokenizer.apply_chat_template(
+            source = self.tokenizer.get_chat_template(tools=tools or None)
+            return self.tokenizer.apply_chat_template(
                 chat,
                 tools=tools or None,
                 chat_template=(_CLOCK if "strftime_now" in source else "") + source,

@@ -13,6 +13,7 @@ A prompt is a pure function of (messages, speaker, members, system, template, le
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
 from typing import Any, Literal
 
 from qkvshare_agents.cue import REPEATED_TOKENS, Cues
@@ -29,6 +30,7 @@ SHARED_SYSTEM = (
     "[editor], says which agent answers next and what its task is. Answer only as that agent."
 )
 _HUMAN = ("", "user")
+NO_RESULT = "(no result)"
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,6 @@ class Message:
 def ledger_key(text: str, calls: Sequence[ToolCall]) -> str:
     """What an answer is filed under: its text and its calls, so that one whose calls were edited is another."""
     return "\0".join([text, *(part for call in calls for part in (call.id, call.name, _sorted(call.arguments)))])
-
-
-def ledger_keys(text: str, calls: Sequence[ToolCall]) -> tuple[str, ...]:
-    """All that an answer is filed under: some frameworks drop the text beside calls."""
-    return tuple(dict.fromkeys((ledger_key(text, calls), ledger_key("" if calls else text, calls))))
 
 
 def _sorted(arguments: str) -> str:
@@ -131,13 +128,14 @@ def lay_out(
 
     repeat_instruction_tokens: how much of a member's instruction its later cues say (relay layout); 0: nothing.
     """
-    view = view or View()
+    view, messages = view or View(), _in_call_order(messages)
     if (view.layout or layout) == "relay":
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
         if view.visible is not None:
             members = {name: member for name, member in members.items() if name in view.visible}
-        cues = Cues(template.encoder, view.handoffs, repeat_instruction_tokens)
-        turns = _relay_turns(messages, speaker, members, ledger, cues)
+        turns = _relay_turns(
+            messages, speaker, members, Cues(template.encoder, view.handoffs, repeat_instruction_tokens)
+        )
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
@@ -146,9 +144,15 @@ def lay_out(
     return _assemble(turns, system, tools, template, ledger)
 
 
-def _relay_turns(
-    messages: Sequence[Message], speaker: Member, members: Members, ledger: Ledger, cues: Cues
-) -> list[_Turn]:
+def answered(prompt: Prompt, said: Message, template: Template, ledger: Ledger) -> Prompt:
+    """What every later prompt begins with: `prompt` and `said`, the answer to it. As `lay_out` of the longer
+    conversation, without laying it out again."""
+    ids = prompt.ids[: len(prompt.ids) - len(template.thought)]
+    ids += tuple(ledger.find(said.ledger_key) or template.answer(_answer(said)))
+    return Prompt(ids, len(ids), (*prompt.answers, (len(ids), said.source)), prompt.header)
+
+
+def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members, cues: Cues) -> list[_Turn]:
     turns: list[_Turn] = []
     pending: list[Message] = []
     unnamed = "" if speaker.label else speaker.name  # a caller without a name: so are its earlier answers
@@ -162,8 +166,8 @@ def _relay_turns(
         cue = cues.next(member, asked.source if asked else None, beside_text=any(texts))
         return _Turn(_join(*texts, cue), (), answer)
 
-    for message in messages:
-        if _is_answer(message, speaker, members, ledger):
+    for message, following in zip_longest(messages, messages[1:]):
+        if _is_answer(message, following, speaker, members):
             turns.append(turn(message.source or unnamed, message))
             pending = []
         else:
@@ -172,12 +176,13 @@ def _relay_turns(
     return turns
 
 
-def _is_answer(message: Message, speaker: Member, members: Members, ledger: Ledger) -> bool:
-    """Whether a member said this. Frameworks show other members' answers as the user's."""
+def _is_answer(message: Message, following: Message | None, speaker: Member, members: Members) -> bool:
+    """Whether a member said this. Frameworks show other members' answers as the user's, and an orchestrator's prompts
+    to itself, which it answers next."""
     if message.role != "user" or message.source in _HUMAN:
         return message.role == "assistant"
-    if message.source == speaker.name:  # an orchestrator writes prompts to itself
-        return ledger.find(message.ledger_key) is not None
+    if message.source == speaker.name:
+        return following is not None and (following.role, following.source) != ("assistant", speaker.name)
     return message.source in members
 
 
@@ -238,6 +243,45 @@ def _plain(message: Message, reader: str = "") -> str:
 
 def _answer(message: Message) -> str:
     return "\n".join(filter(None, (message.text, calls_text(message.calls)))) if message.calls else message.text
+
+
+def _in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """Results that stand together, in the order of their calls: few templates show ids, so that order alone tells
+    several calls of one tool apart.
+
+    A call without a result gets one that says so, where others of its answer have theirs. A result without a call
+    comes last, as text. Nothing moves across another message: a prompt still grows at its end.
+    """
+    ordered: list[Message] = []
+    waiting: dict[str, list[tuple[int, ToolCall]]] = {}  # calls by id, with their place among all calls
+    newest: list[tuple[int, ToolCall]] = []
+    asked = 0
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        if not are_results:
+            for message in group:
+                ordered.append(message)
+                if message.role == "assistant" or message.calls:
+                    newest, asked = list(enumerate(message.calls, asked)), asked + len(message.calls)
+                    waiting |= {call.id: [(i, c) for i, c in newest if c.id == call.id] for call in message.calls}
+            continue
+        results = [(_take(waiting, message, asked), message) for message in group]
+        found = {place for place, _ in results}
+        if found.intersection(place for place, _ in newest):
+            missing = [(place, call) for place, call in newest if place not in found]
+            results += [(p, Message("tool", NO_RESULT, call_id=c.id, tool=c.name)) for p, c in missing]
+            newest = []
+        ordered += [message for _, message in sorted(results, key=lambda result: result[0])]
+    return ordered
+
+
+def _take(waiting: dict[str, list[tuple[int, ToolCall]]], result: Message, otherwise: int) -> int:
+    """The place of the call that a result answers, which then waits no more."""
+    calls = waiting.get(result.call_id, [])
+    found = next((entry for entry in calls if entry[1].name == result.tool), calls[0] if calls else None)
+    if found is None:
+        return otherwise
+    calls.remove(found)
+    return found[0]
 
 
 def _answers(asked: Message, messages: Sequence[Message]) -> bool:

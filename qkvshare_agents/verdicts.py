@@ -1,34 +1,59 @@
-"""What a probe of a model found, kept in the cache directory: one small JSON file each."""
+"""What a probe of a model found, kept in the cache directory: one small JSON file each.
 
+What lies there decides how KV is read, so it is believed only in a directory that nobody else can write to, and only
+with the digest that it was written with.
+"""
+
+import hashlib
 import json
-import os
-import tempfile
+import logging
 from pathlib import Path
 from typing import Any
 
 from qkvshare_agents import models
+from qkvshare_kernels import private
+
+_log = logging.getLogger("qkvshare_agents")
+_LARGEST_BYTES = 1 << 24
+_warned: set[Path] = set()
 
 
 def recall(kind: str, name: str) -> dict[str, Any]:
-    """What was kept under the name; nothing if there is none, or the file is not readable."""
+    """What was kept under the name; nothing if there is none, it is damaged, or others could have written it."""
+    folder = directory() / kind
     try:
-        found = json.loads((directory() / kind / f"{name}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with private.opened(folder, make=False, readable=True) as opened:
+            found = json.loads(private.read(opened, f"{name}.json", _LARGEST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        _warn(folder, error)
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict) or found.pop("sha256", None) != _digest(name, found):
+        return {}
+    return found
 
 
 def keep(kind: str, name: str, verdict: dict[str, Any]) -> None:
     """Whole or not at all; a cache directory that can't be written to costs the next load a probe."""
     folder = directory() / kind
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-            json.dump(verdict, file)
-        os.replace(file.name, folder / f"{name}.json")
-    except OSError:
-        return
+        with private.opened(folder, readable=True) as opened:
+            data = json.dumps(verdict | {"sha256": _digest(name, verdict)}).encode()
+            private.write(opened, f"{name}.json", data, lasting=False)
+    except OSError as error:
+        _warn(folder, error)
 
 
 def directory() -> Path:
     return models.models_directory().parent
+
+
+def _digest(name: str, verdict: dict[str, Any]) -> str:
+    """Of what the verdict says, and of which model."""
+    said = json.loads(json.dumps(verdict))  # tuples become lists
+    return hashlib.sha256(json.dumps([name, said], sort_keys=True).encode()).hexdigest()
+
+
+def _warn(folder: Path, error: Exception) -> None:
+    if isinstance(error, private.NotPrivate) and folder not in _warned:
+        _warned.add(folder)
+        _log.warning("models are probed at every load: %s", error)

@@ -22,7 +22,7 @@ TASK = Message(
 
 
 def open_host(family: str = "", **settings: object) -> Host:
-    engine = Engine(families.tiny_model(family), tiny_tokenizer()) if family else tiny_engine()
+    engine = Engine.of(families.tiny_model(family), tiny_tokenizer()) if family else tiny_engine()
     host = Host(HostSettings("tiny", **{"precision": "native", "secret": SECRET, **settings}), engine)
     for name in "ab":
         host.roster.learn("", name, f"You are {name}, and you say what {name} says.")

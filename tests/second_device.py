@@ -99,7 +99,7 @@ def engine(*layers: int) -> Engine:
                     module._parameters[name] = torch.nn.Parameter(parameter.detach().to(SECOND), requires_grad=False)
         layer.register_forward_pre_hook(lambda _, a, k: (moved(a, SECOND), moved(k, SECOND)), with_kwargs=True)
         layer.register_forward_hook(lambda _, a, out: moved(out, CPU))
-    return Engine(model, tiny_tokenizer())
+    return Engine.of(model, tiny_tokenizer())
 
 
 def behind_pages(engine: Engine, ids: list[int], at: int, precision: page.Precision) -> Tensor:

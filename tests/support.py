@@ -66,4 +66,4 @@ def tiny_model(kind: str = "llama", seed: int = 0, **overrides: object) -> PreTr
 
 
 def tiny_engine(kind: str = "llama", seed: int = 0, template: str = CHATML, **overrides: object) -> Engine:
-    return Engine(tiny_model(kind, seed, **overrides), tiny_tokenizer(template), name=f"tiny-{kind}-{seed}")
+    return Engine.of(tiny_model(kind, seed, **overrides), tiny_tokenizer(template), name=f"tiny-{kind}-{seed}")

@@ -30,7 +30,7 @@ def model_of(family: str, *, static: bool = False) -> Any:
 
 
 def engine_of(family: str, *, static: bool = False) -> Engine:
-    engine = Engine(model_of(family, static=static), tiny_tokenizer(), name=family)
+    engine = Engine.of(model_of(family, static=static), tiny_tokenizer(), name=family)
     engine.stop_ids = frozenset({2})
     return engine
 
@@ -146,7 +146,7 @@ def test_a_model_whose_cache_only_it_can_fill_reads_its_text_once(kind: str) -> 
     calls: list[int] = []
 
     def engine() -> Engine:
-        made = Engine(tiny_model(kind, **sizes), tiny_tokenizer())
+        made = Engine.of(tiny_model(kind, **sizes), tiny_tokenizer())
         made.stop_ids = frozenset({2})
         made.model.register_forward_pre_hook(
             lambda _, args, kwargs: calls.append((args[0] if args else kwargs["input_ids"]).shape[1]), with_kwargs=True
@@ -154,7 +154,7 @@ def test_a_model_whose_cache_only_it_can_fill_reads_its_text_once(kind: str) -> 
         return made
 
     first = engine()
-    assert first.refusal and first.replay == "whole"
+    assert first.refusal and first.feeding == "whole"
     by_loop = talk(first, "loop")
     read_by_loop = sum(calls)
     calls.clear()

@@ -70,7 +70,7 @@ def test_weights_that_are_brought_for_a_forward_only_are_those_of_the_model(whol
 
     model = accelerate.cpu_offload(tiny_model(), execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.parameters())
-    engine = Engine(model, tiny_tokenizer())
+    engine = Engine.of(model, tiny_tokenizer())
     before = engine.fingerprint
     assert engine.refusal is None and before.weights == whole.fingerprint.weights
     held = model.model.layers[1].mlp.up_proj._hf_hook.weights_map["weight"]
@@ -118,7 +118,7 @@ def test_processes_with_other_placements_continue_from_each_other(checkpoint: Pa
 def test_a_weight_without_values_is_refused() -> None:
     model = tiny_model()
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.empty(64, 48, device="meta"))
-    host = Host(HostSettings("tiny"), Engine(model, tiny_tokenizer()))
+    host = Host(HostSettings("tiny"), Engine.of(model, tiny_tokenizer()))
     try:
         with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.up_proj\.weight has no values"):
             _ = host.engine

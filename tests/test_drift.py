@@ -333,7 +333,8 @@ def test_own_pages_have_their_own_rounding() -> None:
     say(b, "a", [edited])
     sharp = say(b, "a", [TASK])
     assert sharp == messages
-    b.store._root.children[0].children.clear()  # the rest was evicted
+    b.store.resize(b.store.match(out.ids).pages[0].nbytes)  # the rest is evicted
+    b.store.resize(2**30)
     here = b.store.held(out.ids)
     assert here
     steps = tuple(replace(step, page=None) if step.key in here else step for step in out.steps)
@@ -524,7 +525,7 @@ def test_refreshed_kv_is_that_of_text_replay() -> None:
 
 @pytest.mark.parametrize("family", ["jamba", "mamba"])
 def test_refresh_reads_recurrent_state_anew(family: str) -> None:
-    engine = Engine(families.tiny_model(family), tiny_tokenizer())
+    engine = Engine.of(families.tiny_model(family), tiny_tokenizer())
     one = ScriptedHost(lambda prompt: f"Answer {len(prompt)}, in some words.", engine=engine, refresh_every=2)
     for name in NAMES:
         one.roster.learn("", name, f"You are {name}, and you say what {name} says.")

@@ -43,7 +43,7 @@ def behind_pages(engine: Engine, ids: list[int], at: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3_text", "deepseek_v3", "qwen3_next", "mamba2"])
 def test_families_are_exact_in_16_bits(family: str, dtype: str) -> None:
-    engine = Engine(families.tiny_model(family).to(getattr(torch, dtype)), tiny_tokenizer())
+    engine = Engine.of(families.tiny_model(family).to(getattr(torch, dtype)), tiny_tokenizer())
     found = doctor.examine(engine, packed=False)
     assert doctor.is_exact(found), found
     assert engine.shape and engine.shape.dtype == getattr(torch, dtype)

@@ -4,6 +4,7 @@ Also run against the oldest supported transformers (see .ci/run), so only `suppo
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from support import tiny_engine, tiny_model, tiny_tokenizer
 from transformers import CONFIG_MAPPING, DynamicCache
 
 from qkvshare_agents import layers, page, probe, verdicts
-from qkvshare_agents.engine import PREFILL_CHUNK_TOKENS, Engine, Run
+from qkvshare_agents.driver import PREFILL_CHUNK_TOKENS, Driver
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import ContextOverflow, QKVShareError, UnsupportedModel
 from qkvshare_agents.eval.families import tiny_model as tiny_family
 from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.run import Run
 
 EXACT_KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "phi3"]
 MAX_DIFFERENCE = 1e-4
@@ -112,20 +115,20 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the engines that were probed."""
     names: list[str] = []
     original = probe.find
-    monkeypatch.setattr(probe, "find", lambda engine: names.append(engine.name) or original(engine))
+    monkeypatch.setattr(probe, "find", lambda driver: names.append(driver.name) or original(driver))
     return names
 
 
 @pytest.mark.skipif("glm_moe_dsa" not in CONFIG_MAPPING, reason="this transformers has no glm_moe_dsa")
 def test_a_probe_of_indexers_is_remembered(probes: list[str]) -> None:
-    indexed = [Engine(tiny_family("glm_moe_dsa"), tiny_tokenizer(), remember=True) for _ in range(2)]
+    indexed = [Engine.of(tiny_family("glm_moe_dsa"), tiny_tokenizer(), remember=True) for _ in range(2)]
     assert indexed[0].shape == indexed[1].shape and indexed[1].shape.indexed and probes == ["glm_moe_dsa"]
 
 
 def test_a_probe_is_remembered_of_the_very_same_model_only(probes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, seed: int = 0, **overrides: object) -> Engine:
         model = tiny_model("gemma3_text", seed, sliding_window=24, head_dim=16, **overrides)
-        return Engine(model, tiny_tokenizer(), name=name, remember=True)
+        return Engine.of(model, tiny_tokenizer(), name=name, remember=True)
 
     first, again = load("first"), load("again")
     assert probes == ["first"]
@@ -149,8 +152,8 @@ def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", 7)
     with monkeypatch.context() as patch:
         patch.setattr(probe, "_continued", lambda *_: torch.zeros(640))
-        assert Engine(model, tiny_tokenizer(), remember=True).refusal
-    assert Engine(model, tiny_tokenizer(), remember=True).refusal is None
+        assert Engine.of(model, tiny_tokenizer(), remember=True).refusal
+    assert Engine.of(model, tiny_tokenizer(), remember=True).refusal is None
 
 
 @pytest.mark.parametrize(("kind", "overrides"), SLIDING)
@@ -177,9 +180,9 @@ def test_wide_windows_are_probed_as_if_they_were_short(
     kind: str, overrides: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = []
-    original = Engine.read
+    original = Driver.read
     monkeypatch.setattr(
-        Engine, "read", lambda self, run, ids, count: fed.append(len(ids)) or original(self, run, ids, count)
+        Driver, "read", lambda self, run, ids, count: fed.append(len(ids)) or original(self, run, ids, count)
     )
     engine = tiny_engine(kind, max_position_embeddings=8192, **overrides)
     assert engine.refusal is None and engine.shape and max(fed) < 100
@@ -254,14 +257,14 @@ def test_what_can_not_be_handed_over_is_replayed_as_text(kind: str, overrides: d
 
 
 def test_a_model_that_continues_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Engine.forward
+    original = Driver.forward
 
-    def forgets_positions(self: Engine, run: Run, ids: list[int]) -> torch.Tensor:
+    def forgets_positions(self: Driver, run: Run, *rest: Any) -> torch.Tensor:
         if run.kv is not None and run.tokens:
             run = Run(DynamicCache(config=self.config), None, 0)
-        return original(self, run, ids)
+        return original(self, run, *rest)
 
-    monkeypatch.setattr(Engine, "forward", forgets_positions)
+    monkeypatch.setattr(Driver, "forward", forgets_positions)
     refusal = tiny_engine().refusal
     assert refusal is not None and "differently" in refusal
 
@@ -282,7 +285,7 @@ def test_length_dependent_rope_limits_what_can_be_reused(rope: dict, limit: int 
 def test_text_replay_beyond_the_rope_switch_equals_one_forward() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     engine = tiny_engine(max_position_embeddings=1024, rope_parameters=rope)
-    engine.context_tokens = 4096
+    engine.driver.context_tokens = 4096
     ids = ids_of_length(1500)
     got = engine.feed(engine.begin(None), ids)
     assert (got - uninterrupted(engine, ids)).abs().max() <= MAX_DIFFERENCE
@@ -329,7 +332,7 @@ def test_cancelling_stops_between_chunks() -> None:
 
 
 def test_half_precision_is_exact_enough_to_be_used() -> None:
-    engine = Engine(tiny_model().to(torch.bfloat16), tiny_tokenizer())
+    engine = Engine.of(tiny_model().to(torch.bfloat16), tiny_tokenizer())
     assert engine.refusal is None and engine.shape is not None and engine.shape.dtype == torch.bfloat16
     ids = ids_of_length(100)
     got = handed_over(engine, ids, 64, page.preset("native"))
@@ -341,4 +344,4 @@ def test_a_template_is_required() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(UnsupportedModel, match="chat template"):
-        Engine(tiny_model(), tokenizer)
+        Engine.of(tiny_model(), tokenizer)

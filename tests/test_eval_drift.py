@@ -53,7 +53,7 @@ def test_a_context_too_short_for_the_hops_is_refused() -> None:
         hops.run(engine=tiny_engine(), hops=())
     for measure in (hops, canary):
         with pytest.raises(InvalidSetting, match="can't hand plain KV over"):
-            measure.run(engine=Engine(families.tiny_model("mamba"), tiny_tokenizer()))
+            measure.run(engine=Engine.of(families.tiny_model("mamba"), tiny_tokenizer()))
 
 
 def test_the_curve_is_shown_and_drawn(curve: dict, tmp_path, capsys) -> None:

@@ -41,7 +41,7 @@ def test_splicing_is_compared_with_reading_anew() -> None:
 
 @pytest.mark.parametrize("module", [fitting, splice])
 def test_what_can_not_be_moved_is_refused(module) -> None:
-    engine = Engine(families.tiny_model("gpt2"), tiny_tokenizer(), name="tiny-gpt2")
+    engine = Engine.of(families.tiny_model("gpt2"), tiny_tokenizer(), name="tiny-gpt2")
     with pytest.raises(InvalidSetting, match="learned positions"):
         module.run(engine=engine)
     with pytest.raises(InvalidSetting, match="need"):

@@ -122,7 +122,7 @@ def test_another_model_is_text_with_what_differs() -> None:
         "weights": tiny_engine(seed=1),
         "architecture, weights": tiny_engine(num_hidden_layers=2),
         "chat_template": tiny_engine(template=TEMPLATE),
-        "tokenizer": Engine(tiny_model(), tiny_tokenizer(special=[*SPECIAL, "<|one_more|>"])),
+        "tokenizer": Engine.of(tiny_model(), tiny_tokenizer(special=[*SPECIAL, "<|one_more|>"])),
     }
     for differs, engine in cases.items():
         other = ScriptedHost(say, engine=engine)

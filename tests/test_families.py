@@ -33,7 +33,7 @@ TASK = Message("user", "Say something long enough to fill a page or two of the c
 
 
 def engine_of(family: str) -> Engine:
-    return Engine(families.tiny_model(family), tiny_tokenizer(), name=family)
+    return Engine.of(families.tiny_model(family), tiny_tokenizer(), name=family)
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
@@ -127,7 +127,7 @@ def test_an_indexer_with_wrong_keys_is_seen_by_the_probe(
 ) -> None:
     """Also where it picks more tokens than a probe reads: it is made to pick fewer for as long."""
     wide = {"index_topk": 2048} if family != "qwen4_exp_text" else {"indexer_budget": 2048}
-    assert Engine(families.tiny_model(family, **wide), tiny_tokenizer()).refusal is None
+    assert Engine.of(families.tiny_model(family, **wide), tiny_tokenizer()).refusal is None
     original = layers._IndexedLayer.update_indexer
 
     def wrong(self: layers._IndexedLayer, states: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_an_indexer_with_wrong_keys_is_seen_by_the_probe(
         return found if fault == "forgets" or not before else found.roll(1, 1)
 
     monkeypatch.setattr(layers._IndexedLayer, "update_indexer", wrong)
-    refusal = Engine(families.tiny_model(family, **wide), tiny_tokenizer()).refusal
+    refusal = Engine.of(families.tiny_model(family, **wide), tiny_tokenizer()).refusal
     assert refusal and "continues differently" in refusal
 
 

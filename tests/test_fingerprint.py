@@ -31,7 +31,7 @@ def test_any_changed_weight_differs(name: str) -> None:
     with torch.no_grad():
         values = model.state_dict()[name].view(-1)
         values[-1] = torch.nextafter(values[-1], torch.tensor(torch.inf))
-    assert differences(Engine(model, tiny_tokenizer())) == ["weights"]
+    assert differences(Engine.of(model, tiny_tokenizer())) == ["weights"]
 
 
 def test_a_changed_buffer_differs() -> None:
@@ -45,7 +45,7 @@ def test_a_changed_buffer_differs() -> None:
 
 
 def test_another_dtype_differs() -> None:
-    assert differences(Engine(tiny_model().to(torch.bfloat16), tiny_tokenizer())) == ["weights", "dtype"]
+    assert differences(Engine.of(tiny_model().to(torch.bfloat16), tiny_tokenizer())) == ["weights", "dtype"]
 
 
 def test_other_random_weights_differ() -> None:
@@ -76,7 +76,7 @@ def test_another_family_differs() -> None:
 def test_a_tokenizer_with_one_more_token_differs(special: bool) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<extra>"], special_tokens=special)
-    assert differences(Engine(tiny_model(), tokenizer)) == ["tokenizer"]
+    assert differences(Engine.of(tiny_model(), tokenizer)) == ["tokenizer"]
 
 
 def test_another_chat_template_differs() -> None:
@@ -90,11 +90,11 @@ def test_names_paths_and_ways_of_running_do_not_matter(tmp_path: Path) -> None:
     model.config._name_or_path = "/somewhere/else"
     model.config.use_cache = False
     model.config.id2label = {0: "yes", 1: "no", 2: "maybe"}
-    assert differences(Engine(model, tiny_tokenizer(), name="another name")) == []
+    assert differences(Engine.of(model, tiny_tokenizer(), name="another name")) == []
     tiny_model().save_pretrained(tmp_path / "copy")
     for attention in ("sdpa", "eager"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", attn_implementation=attention)
-        assert differences(Engine(loaded, tiny_tokenizer())) == [], attention
+        assert differences(Engine.of(loaded, tiny_tokenizer())) == [], attention
 
 
 def test_tokenizer_switches_for_one_call_do_not_matter() -> None:

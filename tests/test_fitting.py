@@ -61,7 +61,7 @@ def make(kind: str = "llama", context: int = 2048, **settings: object) -> Host:
 
 def families_engine(kind: str, context: int) -> Engine:
     longest = {"gpt2": "n_positions"}.get(kind, "max_position_embeddings")
-    return Engine(families.tiny_model(kind, **{longest: context}), tiny_tokenizer(), name=kind)
+    return Engine.of(families.tiny_model(kind, **{longest: context}), tiny_tokenizer(), name=kind)
 
 
 class Talk:
@@ -245,7 +245,7 @@ def test_attention_is_seen_for_both_of_its_readers_and_over_packed_pages(setting
 
 
 def test_attention_is_what_softmax_gives_and_changes_nothing() -> None:
-    engine = Engine(families.tiny_model("llama", attn_implementation="eager"), tiny_tokenizer(), name="eager")
+    engine = Engine.of(families.tiny_model("llama", attn_implementation="eager"), tiny_tokenizer(), name="eager")
     ids = [(11 * i + 5) % 600 for i in range(16)]
     expected = engine.feed(engine.begin(None), ids)
     weights = engine.model(input_ids=torch.tensor([ids]), output_attentions=True).attentions

@@ -23,7 +23,7 @@ from qkvshare_agents.turn import Turn
 # One of each kind of layer: attention, a window, state beside attention, state only
 _ENGINES = [
     tiny_engine(),
-    *(Engine(tiny_family(f), tiny_tokenizer()) for f in ("gemma3_text", "qwen3_5_text", "mamba2")),
+    *(Engine.of(tiny_family(f), tiny_tokenizer()) for f in ("gemma3_text", "qwen3_5_text", "mamba2")),
 ]
 TASK = Message("user", "Say something long enough to fill a page or two of the cache, please.", "user")
 
@@ -234,7 +234,7 @@ def test_unsupported_families_answer_by_text_replay() -> None:
 def test_length_dependent_rope_replays_text_beyond_the_switch() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     engine = tiny_engine(max_position_embeddings=4096, rope_parameters=rope)
-    engine.kv_limit_tokens = 200
+    engine.driver.kv_limit_tokens = 200
     h = Host(HostSettings("tiny", precision="native"), engine)
     converse(h, 4)
     modes = [r.mode.value for r in h.reports]

@@ -1,9 +1,12 @@
 """Every implementation of the kernels writes what the specification writes, bit for bit."""
 
+import hashlib
 import os
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,7 +188,7 @@ def test_importing_needs_neither_triton_nor_a_build(tmp_path: Path) -> None:
 
 
 def test_two_processes_may_build_at_once(library: backend.Kernels, tmp_path: Path) -> None:
-    code = "from qkvshare_kernels import cpu; print(cpu.build(), cpu.load() is not None)"
+    code = "from qkvshare_kernels import cpu; cpu.build(); print(cpu.load() is not None)"
     command = [sys.executable, "-c", code]
     env = os.environ | {"QKVSHARE_HOME": str(tmp_path)}
     children = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -198,6 +201,7 @@ def test_a_build_removes_what_nothing_has_loaded_for_long(library: backend.Kerne
     kept, old = (tmp_path / "kernels" / f"qkvshare_cpu_{name}.so" for name in ("kept", "old"))
     killed = tmp_path / "kernels" / "build_killed"
     killed.mkdir(parents=True)
+    killed.parent.chmod(0o700)
     for path in (kept, old, killed / "half.o"):
         path.write_bytes(b"")
     for path in (old, killed):
@@ -218,12 +222,81 @@ def test_without_a_compiler_plain_torch_does_the_work(tmp_path: Path) -> None:
         python(code, QKVSHARE_HOME=str(tmp_path), CXX="/nowhere/c++", QKVSHARE_KERNELS="cpu")
 
 
+def built(home: Path, data: bytes) -> Path:
+    """A library of these bytes, under the name that they would have."""
+    path = home / "kernels" / f"{cpu._stem()}_{hashlib.sha256(data).hexdigest()[:32]}.so"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
 def test_a_library_that_cant_be_loaded_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QKVSHARE_HOME", str(tmp_path))
-    cpu.path().parent.mkdir()
-    cpu.path().write_bytes(b"no library")
+    built(tmp_path, b"no library")
     fresh = backend.CpuLibrary()
     assert fresh.get() is None and "can't be loaded" in fresh.failure
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data[:-1] + b"?", lambda _: b""])
+def test_a_damaged_library_is_never_loaded_and_built_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setenv("QKVSHARE_HOME", str(tmp_path))
+    loaded: list[Path] = []
+    monkeypatch.setattr(cpu, "CpuKernels", loaded.append)
+    monkeypatch.setattr(cpu, "_compiled", lambda _: b"a library, as a compiler makes it")
+    cpu.build()
+    cpu.load()
+    (path,) = (tmp_path / "kernels").iterdir()
+    assert [library.name for library in loaded] == [path.name]
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert cpu.load() is None and len(loaded) == 1
+    cpu.build()
+    assert path.read_bytes() == whole and list((tmp_path / "kernels").iterdir()) == [path]
+
+
+OPEN = {
+    "mode 0777": lambda folder: folder.chmod(0o777),
+    "mode 0770": lambda folder: folder.chmod(0o770),
+    "a link": lambda folder: folder.rename(folder.parent / "real") and folder.symlink_to(folder.parent / "real"),
+    "another user's": lambda folder: os.chown(folder, 12345, 12345),
+    "a file of another user": lambda folder: os.chown(next(folder.iterdir()), 12345, 12345),
+    "a file that others may write to": lambda folder: next(folder.iterdir()).chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("expose", OPEN.values(), ids=OPEN)
+def test_a_library_that_others_can_change_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, expose: Callable[[Path], None]
+) -> None:
+    monkeypatch.setenv("QKVSHARE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu, "CpuKernels", lambda path: pytest.fail(f"{path} was loaded"))
+    monkeypatch.setattr(cpu, "_compiled", lambda _: pytest.fail("built where others can change it"))
+    path = built(tmp_path, b"somebody's library")
+    try:
+        expose(path.parent)
+    except PermissionError:
+        pytest.skip("only root can give files away")
+    fresh = backend.CpuLibrary()
+    assert fresh.get() is None and "delete it" in fresh.failure
+    fresh.build_behind()
+    fresh.wait()
+    with pytest.raises(cpu.BuildError, match="delete it"):
+        fresh.build()
+
+
+def test_the_directory_is_made_for_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QKVSHARE_HOME", str(tmp_path / "deep" / "home"))
+    monkeypatch.setattr(cpu, "_compiled", lambda _: b"a library")
+    old = os.umask(0)
+    try:
+        cpu.build()
+    finally:
+        os.umask(old)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "deep").rglob("*")}
+    assert modes.pop("home") == modes.pop("kernels") == 0o700
+    assert list(modes.values()) == [0o600]
 
 
 def test_what_was_asked_for_and_cant_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_recurrent_models_keep_their_working_cache() -> None:
     from qkvshare_agents.eval.families import tiny_model
 
     for family in ("mamba2", "qwen3_5_text"):
-        engine = Engine(tiny_model(family), tiny_tokenizer())
+        engine = Engine.of(tiny_model(family), tiny_tokenizer())
         said = [
             talk(Host(HostSettings("tiny", precision="native", packed_history=h), engine), 3) for h in (False, True)
         ]

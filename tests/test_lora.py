@@ -55,7 +55,7 @@ def adapted(**adapters: tuple[list[str], list[int] | None]) -> Any:
 
 
 def engine_of(**adapters: tuple[list[str], list[int] | None]) -> Engine:
-    return Engine(adapted(**adapters), tiny_tokenizer(), name="tiny")
+    return Engine.of(adapted(**adapters), tiny_tokenizer(), name="tiny")
 
 
 def host_of(engine: Engine, **settings: object) -> ScriptedHost:
@@ -76,7 +76,7 @@ def say(host: ScriptedHost, name: str, messages: list[Message]) -> Any:
 
 
 def test_the_base_is_the_base_with_adapters_loaded_and_off() -> None:
-    plain = Engine(tiny_model(), tiny_tokenizer()).fingerprint
+    plain = Engine.of(tiny_model(), tiny_tokenizer()).fingerprint
     engine = engine_of(one=HARMFUL["keys"], two=HARMFUL["all"])
     assert engine.refusal is None
     first = engine.fingerprint
@@ -105,7 +105,7 @@ def test_an_adapter_is_what_it_does_not_what_it_is_called() -> None:
 def test_a_merged_adapter_is_another_base() -> None:
     engine = engine_of(one=HARMLESS["ends"])
     engine.model.merge_adapter()
-    assert "weights" in engine.fingerprint.differences(Engine(tiny_model(), tiny_tokenizer()).fingerprint)
+    assert "weights" in engine.fingerprint.differences(Engine.of(tiny_model(), tiny_tokenizer()).fingerprint)
     assert not adapters_leave_kv(engine)
 
 
@@ -200,11 +200,11 @@ def test_transformers_own_adapters_are_told_apart(monkeypatch: pytest.MonkeyPatc
     """transformers 5.24 asks for a peft that was not released when this was written; its own code does with 0.21."""
     check: Callable[..., None] = lambda **_: None  # noqa: E731
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", check)
-    plain = Engine(tiny_model(), tiny_tokenizer()).fingerprint
+    plain = Engine.of(tiny_model(), tiny_tokenizer()).fingerprint
     model: Any = tiny_model()
     torch.manual_seed(3)
     model.add_adapter(config(*HARMFUL["keys"]), adapter_name="one")
-    engine = Engine(model, tiny_tokenizer())
+    engine = Engine.of(model, tiny_tokenizer())
     assert engine.fingerprint.differences(plain) == ["lora_adapters"]
     model.disable_adapters()
     assert engine.fingerprint == plain
@@ -229,7 +229,7 @@ def activated(kind: str = "llama", targets: tuple[str, ...] = ("q_proj", "k_proj
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.mul_(3.0)
-    return Engine(model.eval(), tokenizer, name="activated")
+    return Engine.of(model.eval(), tokenizer, name="activated")
 
 
 def judge_of(engine: Engine, **settings: object) -> ScriptedHost:
@@ -351,7 +351,7 @@ def test_state_behind_an_invocation_is_not_kept() -> None:
         r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "in_proj"], init_lora_weights=False,
         task_type="CAUSAL_LM", alora_invocation_tokens=tokenizer.encode(CALL, add_special_tokens=False),
     )  # fmt: skip
-    engine = Engine(peft.get_peft_model(tiny_family("lfm2"), settings).eval(), tokenizer)
+    engine = Engine.of(peft.get_peft_model(tiny_family("lfm2"), settings).eval(), tokenizer)
     assert engine.refusal is None
     host, messages = judge_of(engine, lora="share_base"), [TASK]
     for member in "abcab":

@@ -38,7 +38,7 @@ def without_layer(layer: int) -> Engine:
     for part in ("embed_tokens", "norm"):
         getattr(less.model, part).load_state_dict(getattr(whole.model, part).state_dict())
     less.lm_head.load_state_dict(whole.lm_head.state_dict())
-    return Engine(less, tiny_tokenizer(), name="less")
+    return Engine.of(less, tiny_tokenizer(), name="less")
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_a_projector_to_another_model_is_an_error(file: str) -> None:
 
 def test_models_that_can_not_be_projected() -> None:
     with pytest.raises(UnsupportedModel, match="tokenizers differ"):
-        other = Engine(tiny_model(), tiny_tokenizer(special=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<x>"]))
+        other = Engine.of(tiny_model(), tiny_tokenizer(special=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<x>"]))
         projector.fit(tiny_engine(), other, texts(0, 1), texts(1, 1))
     with pytest.raises(UnsupportedModel, match="gpt2"):
         projector.fit(tiny_engine("gpt2"), tiny_engine(), texts(0, 1), texts(1, 1))

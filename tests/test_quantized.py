@@ -91,7 +91,7 @@ def test_a_handoff_is_what_the_model_says_when_it_goes_on_itself(
     checkpoint: Path, how: str, dtype: torch.dtype
 ) -> None:
     """Behind native pages, bit for bit what transformers' own cache gives for the same calls."""
-    engine = Engine(load(checkpoint, how, dtype), tiny_tokenizer())
+    engine = Engine.of(load(checkpoint, how, dtype), tiny_tokenizer())
     assert engine.refusal is None and engine.shape is not None
     ids, source, target = ids_of_length(100), KVCache(engine.shape), KVCache(engine.shape)
     engine.feed(engine.begin(source), ids[:64])
@@ -107,14 +107,14 @@ def test_a_handoff_is_what_the_model_says_when_it_goes_on_itself(
 
 @pytest.mark.parametrize("how", QUANTIZED)
 def test_the_doctor_finds_it_exact(checkpoint: Path, how: str) -> None:
-    engine = Engine(load(checkpoint, how), tiny_tokenizer())
+    engine = Engine.of(load(checkpoint, how), tiny_tokenizer())
     found = doctor.examine(engine, packed=False)
     assert doctor.is_exact(found), found
     assert engine.noisy and (engine.tolerance > 3e-2) == (how in NOISY)
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
-    return Engine(model, tiny_tokenizer()).fingerprint.weights
+    return Engine.of(model, tiny_tokenizer()).fingerprint.weights
 
 
 def test_no_two_quantizations_have_one_fingerprint(checkpoint: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_same_quantization_has_the_same_fingerprint_before_and_after_it_was_
     checkpoint: Path, how: str
 ) -> None:
     """bitsandbytes packs its weights for the processor when they are first used."""
-    first, second = (Engine(load(checkpoint, how), tiny_tokenizer()) for _ in range(2))
+    first, second = (Engine.of(load(checkpoint, how), tiny_tokenizer()) for _ in range(2))
     fresh = first.fingerprint
     for _ in range(2):
         read(first, None, ids_of_length(20))
@@ -141,10 +141,10 @@ def test_the_same_quantization_has_the_same_fingerprint_before_and_after_it_was_
 
 @pytest.mark.parametrize("how", ["nf4", "torchao int8"])
 def test_other_processes_get_the_same_fingerprint(checkpoint: Path, how: str) -> None:
-    ours = Engine(load(checkpoint, how), tiny_tokenizer()).fingerprint.digest.hex()
+    ours = Engine.of(load(checkpoint, how), tiny_tokenizer()).fingerprint.digest.hex()
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import test_quantized as t;"
-        "print(t.Engine(t.load(Path(sys.argv[2]), sys.argv[3]), t.tiny_tokenizer()).fingerprint.digest.hex())"
+        "print(t.Engine.of(t.load(Path(sys.argv[2]), sys.argv[3]), t.tiny_tokenizer()).fingerprint.digest.hex())"
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(checkpoint), how]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] == ours
@@ -161,7 +161,7 @@ def touch(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("how", QUANTIZED)
 def test_a_change_of_any_part_of_a_quantized_weight_is_noticed(checkpoint: Path, how: str) -> None:
     """Codes, and the scales beside them, in place."""
-    engine = Engine(load(checkpoint, how), tiny_tokenizer())
+    engine = Engine.of(load(checkpoint, how), tiny_tokenizer())
     parts = [
         (name, weight)
         for name, weight in named_weights(engine.model)
@@ -177,7 +177,7 @@ def test_a_change_of_any_part_of_a_quantized_weight_is_noticed(checkpoint: Path,
 
 def test_taking_the_fingerprint_leaves_the_weights_as_they_are(checkpoint: Path) -> None:
     """`state_dict()` would not: it unpacks bitsandbytes' 4-bit weights and packs their scales anew."""
-    engine = Engine(load(checkpoint, "nf4 twice"), tiny_tokenizer())
+    engine = Engine.of(load(checkpoint, "nf4 twice"), tiny_tokenizer())
     before = {name: w.clone() for name, w in named_weights(engine.model) if isinstance(w, torch.Tensor)}
     _ = engine._identity._take(), engine.fingerprint
     after = dict(named_weights(engine.model))

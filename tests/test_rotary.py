@@ -43,14 +43,14 @@ def engine_of(family: str, **overrides: object) -> Engine:
         if "norm" in name and parameter.dim() == 1:
             with torch.no_grad():
                 parameter.mul_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)) + 0.5)
-    return Engine(model, tiny_tokenizer(), name=family)
+    return Engine.of(model, tiny_tokenizer(), name=family)
 
 
 def read_at(engine: Engine, position: int, ids: list[int]) -> KVCache:
     """KV of `ids` that are read at `position` behind nothing."""
     run = engine.begin(KVCache(engine.shape))
     run.tokens = position
-    engine.read(run, ids, 1)
+    engine.driver.read(run, ids, 1)
     return run.kv
 
 
@@ -90,22 +90,22 @@ def test_what_follows_can_not_tell_moved_keys_from_computed_ones(family: str) ->
     engine = engine_of(family)
     here = read_at(engine, 0, IDS)
     run = engine.begin(here)
-    expected = engine.read(run, TAIL, len(TAIL))
+    expected = engine.driver.read(run, TAIL, len(TAIL))
     moved = read_at(engine, 0, IDS)
     rotary.measure(engine).move(moved.span(0, len(IDS)), range(len(IDS)), range(MOVED_BY, MOVED_BY + len(IDS)))
     run = engine.begin(moved)
     run.tokens += MOVED_BY
-    got = engine.read(run, TAIL, len(TAIL))
+    got = engine.driver.read(run, TAIL, len(TAIL))
     assert (got - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_unmoved_keys_are_seen(family: str = "llama") -> None:
     """The comparison above can fail: without the rotation the logits are far off."""
     engine = engine_of(family)
-    expected = engine.read(engine.begin(read_at(engine, 0, IDS)), TAIL, len(TAIL))
+    expected = engine.driver.read(engine.begin(read_at(engine, 0, IDS)), TAIL, len(TAIL))
     run = engine.begin(read_at(engine, 0, IDS))
     run.tokens += MOVED_BY
-    assert (engine.read(run, TAIL, len(TAIL)) - expected).norm() > 0.05 * expected.norm()
+    assert (engine.driver.read(run, TAIL, len(TAIL)) - expected).norm() > 0.05 * expected.norm()
 
 
 def test_layers_have_layouts_of_their_own() -> None:
@@ -184,6 +184,6 @@ def test_a_token_moves_alone_and_the_others_stay() -> None:
 
 
 def test_half_precision_is_measured_too() -> None:
-    engine = Engine(families.tiny_model("llama").to(torch.bfloat16), tiny_tokenizer(), name="half")
+    engine = Engine.of(families.tiny_model("llama").to(torch.bfloat16), tiny_tokenizer(), name="half")
     found = rotary.measure(engine)
     assert found.refusal is None and {(t.part, t.width, t.interleaved) for t in found.layers} == {("keys", 12, False)}

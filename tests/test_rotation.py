@@ -83,7 +83,7 @@ def test_a_balance_has_a_factor_for_every_channel(kind: str) -> None:
 
 
 def test_keys_that_attention_does_not_multiply_are_not_balanced() -> None:
-    engine = Engine(families.tiny_model("deepseek_v3"), tiny_tokenizer())  # stores a latent
+    engine = Engine.of(families.tiny_model("deepseek_v3"), tiny_tokenizer())  # stores a latent
     assert engine.refusal is None and rotation.balance_of(engine) is None
     assert rotation.settle(Precision(4, 4), engine).balance is None
 

@@ -47,6 +47,20 @@ def offences(tree, allowed_call=None):
             value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
             if keyword.arg in ("trust_remote_code", "allow_pickle") and value is not False:
                 yield node.lineno, f"{keyword.arg}={ast.unparse(keyword.value)}"
+        yield from unsafe_loads(node)
+
+
+def unsafe_loads(call):
+    """What a call that loads from a model's directory must say and does not: by default transformers asks at the
+    terminal whether to run code that lies there, and reads pickles."""
+    if called(call) not in ("from_pretrained", "from_config"):
+        return
+    said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    of = ast.unparse(call.func)
+    if said.get("trust_remote_code") != "False":
+        yield call.lineno, f"{of} without trust_remote_code=False"
+    if "Model" in of and called(call) == "from_pretrained" and said.get("use_safetensors") != "True":
+        yield call.lineno, f"{of} without use_safetensors=True"
 
 
 def test_files_were_found():
@@ -85,6 +99,11 @@ def test_lazy_exports_are_literal():
         "import importlib\nimportlib.import_module(name)",
         "import_module(name='x' + y)",
         "from_pretrained(x, trust_remote_code=True)",
+        "AutoConfig.from_pretrained(x)",
+        "AutoModel.from_config(x)",
+        "AutoTokenizer.from_pretrained(x, **options)",
+        "AutoModel.from_pretrained(x, trust_remote_code=False)",
+        "AutoModel.from_pretrained(x, trust_remote_code=False, use_safetensors=flag)",
         "np.load(x, allow_pickle=flag)",
     ],
 )
@@ -93,7 +112,14 @@ def test_the_walk_sees(source):
 
 
 @pytest.mark.parametrize(
-    "source", ["import importlib\nimportlib.import_module('torch')", "model.eval()", "re.compile('x')"]
+    "source",
+    [
+        "import importlib\nimportlib.import_module('torch')",
+        "model.eval()",
+        "re.compile('x')",
+        "AutoTokenizer.from_pretrained(x, trust_remote_code=False)",
+        "AutoModel.from_pretrained(x, trust_remote_code=False, use_safetensors=True, **options)",
+    ],
 )
 def test_the_walk_allows(source):
     assert not list(offences(ast.parse(source)))

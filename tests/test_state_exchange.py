@@ -32,7 +32,7 @@ def say(prompt: str) -> str:
 
 
 def scripted(family: str = "qwen3_5_text", **settings: object) -> ScriptedHost:
-    engine = Engine(families.tiny_model(family), tiny_tokenizer(), name=family)
+    engine = Engine.of(families.tiny_model(family), tiny_tokenizer(), name=family)
     host = ScriptedHost(say, engine=engine, secret=SECRET, **settings)
     for name in "ab":
         host.roster.learn("", name, f"You are {name}.")
@@ -95,7 +95,7 @@ def test_what_an_indexer_keeps_goes_along() -> None:
 @pytest.mark.parametrize("precision", ["native", "safe", "tiny"])
 def test_two_processes_say_what_one_says(precision: str) -> None:
     def opened() -> Host:
-        engine = Engine(families.tiny_model("falcon_h1"), tiny_tokenizer())
+        engine = Engine.of(families.tiny_model("falcon_h1"), tiny_tokenizer())
         host = Host(HostSettings("tiny", precision=precision, secret=SECRET), engine)
         for name in "ab":
             host.roster.learn("", name, f"You are {name}.")
@@ -242,7 +242,7 @@ def test_state_that_grows_stays_in_its_process() -> None:
 def test_a_full_context_is_not_sent() -> None:
     a = scripted()
     messages = answered(a, "a", [TASK])
-    a.engine._engine.context_tokens = a.export(turn(a, "b", messages)).covered_tokens
+    a.engine._engine.driver.context_tokens = a.export(turn(a, "b", messages)).covered_tokens
     with pytest.raises(PackageError, match="context is full"):
         a.export(turn(a, "b", messages))
 

@@ -23,7 +23,7 @@ MODEL = tiny_model(vocab_size=1024)
 
 
 def engine(made) -> Engine:
-    return Engine(MODEL, made, name="tiny")
+    return Engine.of(MODEL, made, name="tiny")
 
 
 class Team:

@@ -1,8 +1,11 @@
 """What every team really sends, laid out: one agent's prompt and answer begin the next one's prompt."""
 
 import copy
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby, permutations
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,7 +16,7 @@ from qkvshare_agents.errors import InvalidMessage
 from qkvshare_agents.ledger import Ledger, Member, Members
 from qkvshare_agents.template import Ids, Template
 from qkvshare_agents.toolcall import ToolCall, result_text
-from qkvshare_agents.transcript import LAYOUTS, Message, Prompt, lay_out, ledger_key
+from qkvshare_agents.transcript import LAYOUTS, NO_RESULT, Message, Prompt, answered, lay_out, ledger_key
 
 TEMPLATES = {name: Template(tokenizer(name)) for name in FAMILIES}
 CHATML, QWEN = TEMPLATES["chatml"], TEMPLATES["qwen3"]
@@ -221,6 +224,51 @@ def test_tool_calls_and_reflection(layout: str, name: str) -> None:
     team.prompt("coder", *private, user(TEST, "tester"))
 
 
+A, B, C = (ToolCall(name, "price", json.dumps({"item": name})) for name in "abc")
+
+
+def results_of(*calls: ToolCall) -> list[Message]:
+    return [result(call, f"It is {call.id}.") for call in calls]
+
+
+def told(template: Template, layout: str, *messages: Message) -> list[str]:
+    """The results in a prompt, in order."""
+    text = Team(replace(CODER, tools=(tool("price"),)), template=template, layout=layout).text("coder", *messages)
+    return re.findall(r"It is (\w)\.|(\(no result\))", text)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "mistral3", "llama31"])
+def test_results_stand_in_the_order_of_their_calls(layout: str, name: str) -> None:
+    """Ids are not shown by most templates: then order alone says which result belongs to which call."""
+    asked = [user(TASK), said("coder", "", A, B, C)]
+    laid_out = {order: told(TEMPLATES[name], layout, *asked, *results_of(*order)) for order in permutations((A, B, C))}
+    assert set(map(tuple, laid_out.values())) == {(("a", ""), ("b", ""), ("c", ""))}
+    both = [*asked[:1], said("coder", "", A), said("coder", "", B, C), *results_of(C, A, B)]
+    assert [a for a, _ in told(TEMPLATES[name], layout, *both)] == ["a", "b", "c"], "two answers, then their results"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "mistral3"])
+def test_a_call_without_a_result_leaves_the_others_in_their_places(layout: str, name: str) -> None:
+    asked, template = [user(TASK), said("coder", "", A, B, C)], TEMPLATES[name]
+    assert told(template, layout, *asked, *results_of(C, A)) == [("a", ""), ("", NO_RESULT), ("c", "")]
+    assert told(template, layout, *asked, user("Never mind.")) == [], "the question stands where results would"
+    late = [*asked, *results_of(B), user("Well?"), *results_of(C, A), said("coder", "So."), user("More.")]
+    assert [a or "-" for a, _ in told(template, layout, *late)] == ["-", "b", "-", "a", "c"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_result_without_a_call_is_text_behind_the_others(layout: str) -> None:
+    stray = Message("tool", "It is z.", call_id="z", tool="other")
+    messages = [user(TASK), said("coder", "", A, B), stray, *results_of(B, A)]
+    assert [a for a, _ in told(QWEN, layout, *messages)] == ["a", "b", "z"]
+    assert [a for a, _ in told(QWEN, layout, user(TASK), stray)] == ["z"]
+    same = [replace(call, id="") for call in (A, replace(B, name="weight"))]  # ids that nobody gave
+    unnamed = [replace(r, call_id="", tool=c.name) for r, c in zip(results_of(B, A), same[::-1], strict=True)]
+    assert [a for a, _ in told(QWEN, layout, user(TASK), said("coder", "", *same), *unnamed)] == ["a", "b"]
+
+
 @pytest.mark.parametrize("template", [CHATML, QWEN], ids=["as text", "native"])
 def test_one_header_for_all_members(template: Template) -> None:
     b, a = tool("b"), tool("a")
@@ -267,11 +315,11 @@ def test_messages_repeated_after_a_cancelled_call() -> None:
 
 
 def test_own_words_that_come_back_as_a_user_message() -> None:
-    """LangGraph nodes may store answers as named user messages, which all agents then see alike."""
+    """A team that goes on with earlier messages, or nodes that store answers as named user messages."""
     team = Team(CODER, TESTER)
     first = team.answer("coder", user(TASK), text=CODE)
     for viewer in ("coder", "tester"):
-        assert continues(team.prompt(viewer, user(TASK), user(CODE, "coder")), first)
+        assert continues(team.prompt(viewer, user(TASK), user(CODE, "coder"), user("More.")), first)
 
 
 def test_an_unnamed_caller() -> None:
@@ -337,11 +385,15 @@ def test_any_list_is_laid_out(messages: list[Message], name: str, layout: str, f
 def test_every_message_is_in_the_prompt_in_order(messages: list[Message], name: str, layout: str) -> None:
     prompt = plain(messages, name, Ledger(), layout)
     at, text = 0, CHATML.encoder.decode(prompt.ids)
-    for message in messages:
-        expected = result_text(message.tool, message.text) if message.role == "tool" else message.text
-        at = text.find(expected, at)
-        assert at >= 0, f"{expected!r} is missing"
-        at += len(expected)
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        ends = [at]  # results that stand together may change places
+        for message in group:
+            expected = result_text(message.tool, message.text) if are_results else message.text
+            found = text.find(expected, at)
+            assert found >= 0, f"{expected!r} is missing"
+            ends.append(found + len(expected))
+            at = at if are_results else ends[-1]
+        at = max(ends)
     control = [i for i in prompt.ids if i in CHATML.encoder.control_ids]
     start, end = CHATML.encoder.markup("<|im_start|><|im_end|>")
     assert control == [start, end] * (len(control) // 2) + [start]
@@ -403,3 +455,19 @@ def test_the_ids_of_an_answer_are_the_generated_ones() -> None:
 def test_the_last_answerer_within_some_tokens() -> None:
     prompt = Prompt(tuple(range(100)), 80, ((30, "coder"), (60, "tester")))
     assert [prompt.last_answerer(t) for t in (0, 28, 29, 58, 59, 100)] == ["", "", "coder", "coder", "tester", "tester"]
+
+
+@pytest.mark.parametrize("generated", [True, False], ids=["generated", "written"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_prompt_and_its_answer_begin_every_later_prompt(template: Template, layout: str, generated: bool) -> None:
+    ledger, members = Ledger(), {"coder": CODER, "tester": TESTER}
+    options = {"template": template, "ledger": ledger, "layout": layout}
+    messages = [user(TASK), said("coder", CODE), said("tester", TEST)]
+    answer = said("coder", CODE2)
+    if generated:
+        ledger.record(answer.ledger_key, [*template.answer("def "), *template.answer("add(*n): ...")])
+    short = answered(lay_out(messages, CODER, members, **options), answer, template, ledger)
+    longer = lay_out([*messages, answer, user("And now?")], CODER, members, **options)
+    assert longer.ids[: len(short.ids)] == short.ids
+    assert short.answers == longer.answers and short.header == longer.header and short.settled == len(short.ids)

@@ -14,11 +14,12 @@ from qkvshare_agents import package, rotation
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.eval import families
 from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.lookback import KEPT_POINTS
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Page, Precision, keep_native, seal
-from qkvshare_agents.page_store import KEPT_POINTS, SHORTEST_SLICE
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.planner import Mode
+from qkvshare_agents.prefix_tree import SHORTEST_SLICE
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.span import LayerGroup
@@ -31,7 +32,7 @@ ENGINES = {
     "gemma3_text": tiny_engine("gemma3_text", sliding_window=WINDOW, head_dim=16, num_hidden_layers=6),
     "cohere2": tiny_engine("cohere2", sliding_window=WINDOW, num_hidden_layers=4),
     # windows beside full attention of another shape, and layers that use others' KV
-    "gemma4_text": Engine(families.tiny_model("gemma4_text"), tiny_tokenizer(), name="gemma4_text"),
+    "gemma4_text": Engine.of(families.tiny_model("gemma4_text"), tiny_tokenizer(), name="gemma4_text"),
 }
 TASK = Message("user", "Write a function that adds two numbers, and then some more of them, please.", "user")
 

@@ -1,9 +1,10 @@
 """The kernels on CPUs: C++ (`cpp/`), built once by torch's own extension builder.
 
-The library is kept under $QKVSHARE_HOME (default ~/.cache/qkvshare), by a name that changes with its sources, its
-flags and the instructions of this processor; a build removes those that nothing has loaded for long. Nothing is built
-at import or by a call to a kernel: `build` is for whoever has some seconds, and until it has run somewhere `load` finds
-nothing.
+The library is kept under $QKVSHARE_HOME (default ~/.cache/qkvshare), in a directory that nobody else may write to. Its
+name changes with its sources, its flags and the instructions of this processor, and says the digest of its own bytes:
+one that was cut or changed is not loaded but built anew. A build removes those that nothing has loaded for long.
+Nothing is built at import or by a call to a kernel: `build` is for whoever has some seconds, and until it has run
+somewhere `load` finds nothing.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qkvshare_kernels import attention as plain_attention
-from qkvshare_kernels import plain
+from qkvshare_kernels import plain, private
 from qkvshare_kernels.attention import Native, PackedPages
 from qkvshare_kernels.layout import four, norm, row_bytes, side, units, viewed
 from qkvshare_kernels.memory import Pool
@@ -31,6 +32,7 @@ NAME = "cpu"
 _SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _packed = Pool()
+_LARGEST_BYTES = 1 << 28  # of a library
 _KEPT_SECONDS = 7 * 24 * 3600
 _MARCH = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 # A page of one layer is done before threads have woken up
@@ -48,58 +50,84 @@ class BuildError(RuntimeError):
     """The library can't be built or loaded here; says what is missing."""
 
 
-def path() -> Path:
-    """Where this machine's library is, or would be."""
-    text = (
-        b"".join(source.read_bytes() for source in _SOURCES)
-        + " ".join([*_flags(), torch.__version__, platform.machine()]).encode()
-    )
-    home = Path(os.environ.get("QKVSHARE_HOME") or "~/.cache/qkvshare").expanduser()
-    return home / "kernels" / f"qkvshare_cpu_{hashlib.sha256(text).hexdigest()[:16]}.so"
+def directory() -> Path:
+    """Where libraries are kept."""
+    return Path(os.environ.get("QKVSHARE_HOME") or "~/.cache/qkvshare").expanduser() / "kernels"
 
 
-def build() -> Path:
+def build() -> None:
     """Compile the library unless it is there. Takes seconds, and a C++ compiler and ninja.
 
-    Several processes may do so at once: each builds in a directory of its own, and the last one to finish replaces
-    equal bytes. Raises BuildError.
+    Several processes may do so at once: each builds in a directory of its own, and what is there when they end is
+    whole. Raises BuildError.
     """
-    target = path()
-    if target.exists():
-        return target
     try:
-        from torch.utils import cpp_extension
-
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _forget(target.parent)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build_") as directory:
-            cpp_extension.load(
-                target.stem,
-                [str(source) for source in _SOURCES if source.suffix == ".cpp"],
-                extra_cflags=_flags(),
-                build_directory=directory,
-                is_python_module=False,
-            )
-            os.replace(Path(directory) / f"{target.stem}.so", target)
+        with private.opened(directory(), readable=True) as folder:
+            if not _find(folder):
+                _forget(directory())
+                data = _compiled(directory())
+                private.write(folder, f"{_stem()}_{_digest(data)}.so", data)
     except (ImportError, OSError, RuntimeError) as error:  # no setuptools or ninja, no space, no compiler
         raise BuildError(f"the CPU kernels can't be built: {str(error).strip().splitlines()[0]}") from error
-    return target
 
 
 def load() -> "CpuKernels | None":
-    """The kernels, if their library has been built."""
-    library = path()
-    if not library.exists():
+    """The kernels, if their library has been built. Raises BuildError, also where others can change the library."""
+    try:
+        with private.opened(directory(), make=False, readable=True) as folder:
+            if not (name := _find(folder)):
+                return None
+            with suppress(OSError):
+                os.utime(name, dir_fd=folder)
+            through = Path(f"/proc/self/fd/{folder}")  # what was checked, whatever the path leads to by now
+            return CpuKernels((through if through.exists() else directory()) / name)
+    except private.NotPrivate as error:
+        raise BuildError(f"the CPU kernels are not loaded: {error}") from error
+    except FileNotFoundError:
         return None
-    with suppress(OSError):  # it may belong to someone else
-        os.utime(library)
-    return CpuKernels(library)
+
+
+def _compiled(beside: Path) -> bytes:
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=beside, prefix="build_") as scratch:
+        cpp_extension.load(
+            _stem(),
+            [str(source) for source in _SOURCES if source.suffix == ".cpp"],
+            extra_cflags=_flags(),
+            build_directory=scratch,
+            is_python_module=False,
+        )
+        return (Path(scratch) / f"{_stem()}.so").read_bytes()
+
+
+def _find(folder: int) -> str | None:
+    """The name of this machine's library, if it is whole; what is not goes."""
+    for name in os.listdir(folder):
+        stem, _, digest = name.removesuffix(".so").rpartition("_")
+        if stem != _stem():
+            continue
+        if _digest(private.read(folder, name, _LARGEST_BYTES)) == digest:
+            return name
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+    return None
+
+
+def _stem() -> str:
+    flags = " ".join([*_flags(), torch.__version__, platform.machine()])
+    text = b"".join(source.read_bytes() for source in _SOURCES) + flags.encode()
+    return f"qkvshare_cpu_{hashlib.sha256(text).hexdigest()[:16]}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _forget(directory: Path) -> None:
     """Remove libraries that no process has loaded lately (those that have keep what they hold), and what builds that
     were killed have left."""
-    for found in (*directory.glob("qkvshare_cpu_*.so"), *directory.glob("build_*")):
+    for found in (*directory.glob("qkvshare_cpu_*.so"), *directory.glob("build_*"), *directory.glob(".*")):
         with suppress(OSError):
             if found.stat().st_mtime < time.time() - _KEPT_SECONDS:
                 shutil.rmtree(found) if found.is_dir() else found.unlink()

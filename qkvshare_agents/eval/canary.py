@@ -241,7 +241,7 @@ def _changed(engine: Engine, change: Callable[[Tensor], None]) -> Engine:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 change(parameter)
-    return Engine(model, engine.tokenizer, name=f"{engine.name}, changed")
+    return Engine.of(model, engine.tokenizer, name=f"{engine.name}, changed")
 
 
 def _tuned(weights: Tensor) -> None:

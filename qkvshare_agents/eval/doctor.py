@@ -49,7 +49,7 @@ def _tried(engine: Engine, packed: bool) -> dict[str, Any]:
     shared, tails = _ids(engine)
     stored = _Stored(engine, shared, PRESETS["native"])
     return {
-        "reading": "steps" if engine.reads_in_steps else "blocks",
+        "reading": "steps" if engine.feeding == "steps" else "blocks",
         "one_token": _exact(engine, stored, shared, tails[0][:1]),
         "several_tokens": _exact(engine, stored, shared, tails[0]),
         "fork": all(_exact(engine, stored, shared, tail) for tail in tails),
@@ -120,7 +120,7 @@ def _replayed(engine: Engine, ids: Ids, count: int = 1) -> Tensor:
 
 def _moves(engine: Engine, turns: Rotary, stored: "_Stored", shared: Ids, tail: Ids) -> str | None:
     """What is wrong when everything stands _GAP positions later; positions are relative, so nothing may be."""
-    if not engine.takes_positions:
+    if not engine.driver.takes_positions:
         return None
     kv = stored.open(engine, shared)
     expected = engine.logits(kv, tail, len(tail))

@@ -157,7 +157,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     sizes = {} if family == "gpt2" else _SIZES
     config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **overrides})
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
 
 
 def matrix(families: Iterable[str] = tuple(FAMILIES)) -> dict[str, dict[str, Any]]:
@@ -166,7 +166,7 @@ def matrix(families: Iterable[str] = tuple(FAMILIES)) -> dict[str, dict[str, Any
     if unknown:
         raise InvalidSetting(f"no family {', '.join(unknown)}; the families are {', '.join(FAMILIES)}")
     tokenizer = _tokenizer()
-    return {name: doctor.examine(Engine(tiny_model(name), tokenizer, name=f"tiny-{name}")) for name in families}
+    return {name: doctor.examine(Engine.of(tiny_model(name), tokenizer, name=f"tiny-{name}")) for name in families}
 
 
 def cells(found: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from qkvshare_agents import page
-from qkvshare_agents.engine import Engine, Run
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
 from qkvshare_agents.eval.packing import bring, kl_divergence, seal_all
@@ -19,6 +19,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Precision
 from qkvshare_agents.page_store import PageStore
 from qkvshare_agents.rotation import settle
+from qkvshare_agents.run import Run
 from qkvshare_agents.template import Ids
 
 GREEDY_TOKENS = 64

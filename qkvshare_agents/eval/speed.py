@@ -5,11 +5,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from qkvshare_agents.engine import Engine, Run
+from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.lean_cache import LeanCache
 from qkvshare_agents.packed_attention import begin as begin_packed
+from qkvshare_agents.run import Run
 from qkvshare_agents.template import Ids
 
 DECODED = 16  # tokens

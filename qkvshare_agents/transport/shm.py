@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from qkvshare_agents.transport.interface import (
     Deadline,
     check_key,
 )
+from qkvshare_kernels import private
 from qkvshare_kernels.memory import fresh
 
 CAPACITY_BYTES = 2 * 1024**3
@@ -44,8 +45,11 @@ class Stored:
 
 
 def default_directory() -> Path:
-    """/dev/shm, then XDG_RUNTIME_DIR, then the temporary directory (which may be a disk): the first that is there."""
-    for parent in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", "")):
+    """XDG_RUNTIME_DIR, then /dev/shm, then the temporary directory (which may be a disk): the first that is there.
+
+    In the first nobody else can make a directory of our name.
+    """
+    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
         if parent and os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK):
             return Path(parent) / f"qkvshare-{os.geteuid()}"
     return Path(tempfile.gettempdir()) / f"qkvshare-{os.geteuid()}"
@@ -117,8 +121,8 @@ class ShmTransport:
     def missing(self, keys: Sequence[str], *, deadline_ms: float = DEADLINE_MS) -> list[str]:
         Deadline(deadline_ms)
         now, wanted = time.time(), [check_key(key) for key in keys]
-        stored = {file.key for file in self.files() if file.expires_s > now}
-        return [key for key in wanted if key not in stored]
+        with _explained(f"can't look into {self.directory}"):
+            return [key for key in wanted if self._expires_s(key) <= now]
 
     def delete(self, key: str, *, deadline_ms: float = DEADLINE_MS) -> None:
         Deadline(deadline_ms)
@@ -163,6 +167,14 @@ class ShmTransport:
         finally:
             os.close(file)
 
+    def _expires_s(self, key: str) -> float:
+        """When what is published under the key does; 0 if nothing is."""
+        try:
+            status = os.stat(key + _SUFFIX, dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0.0
+        return status.st_mtime if stat.S_ISREG(status.st_mode) else 0.0
+
     def _check(self, file: int, key: str) -> int:
         status = os.fstat(file)
         mode = stat.S_IMODE(status.st_mode)
@@ -185,24 +197,13 @@ class ShmTransport:
 
 
 def _open_private(directory: Path) -> int:
-    """A descriptor of the directory, through which all later access goes, so that it can't be swapped."""
     with _explained(f"can't use {directory}"):
         try:
-            os.mkdir(directory, 0o700)
-        except FileExistsError:
-            pass
-        try:
-            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except NotADirectoryError:
-            raise TransportError(f"{directory} is a link or no directory: delete it, or pass directory=") from None
-    status = os.fstat(folder)
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        os.close(folder)
-        raise TransportError(
-            f"{directory} is of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; it must be of user "
-            f"{os.geteuid()} with mode 0700: chmod 700 it if it is yours, else pass directory="
-        )
-    return folder
+            with suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+            return private.open_private(directory, make=False)
+        except private.NotPrivate as error:
+            raise TransportError(f"{error}, or pass directory=") from None
 
 
 def _write(file: int, payload: Payload, deadline: Deadline) -> None:
