@@ -123,6 +123,7 @@ class Workspace:
             ledger=self.ledger,
             layout=self.settings.layout,
             system=self.settings.system,
+            repeat_instruction_tokens=self.settings.repeat_instruction_tokens,
             view=turn.view,
         )
 
