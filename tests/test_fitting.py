@@ -16,7 +16,7 @@ from qkvshare_agents.attention import Attended, AttentionMeter
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import ContextOverflow, InvalidSetting
 from qkvshare_agents.eval import families
-from qkvshare_agents.fitting import Room, cut, cut_head, cut_least, joined, room_for, without
+from qkvshare_agents.fitting import Room, cut, joined, room_for, without
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.sampling import Sampling
@@ -409,23 +409,6 @@ def test_evicted_pieces_mean_text() -> None:
 
 
 @given(
-    total=st.integers(2, 4000), header=st.integers(0, 600), context=st.integers(64, 2048), wanted=st.integers(1, 600),
-    starts=st.lists(st.integers(1, 4000), max_size=8),
-)  # fmt: skip
-def test_a_cut_fits_and_is_no_larger_than_it_must(
-    total: int, header: int, context: int, wanted: int, starts: list[int]
-) -> None:
-    room = room_for(context, wanted)
-    dropped = cut_head(total, min(header, total), 4, starts, room)
-    left = total - fitting.count(dropped)
-    assert left <= room.prompt and (dropped or total <= room.prompt)
-    assert left >= min(total, room.prompt - 2 * room.step) and left > 0
-    assert cut_head(total, min(header, total), 4, starts, room, dropped) == dropped
-    ids = tuple(range(total))
-    assert cut(ids, dropped) == tuple(i for i in ids if not any(a <= i < b for a, b in dropped))
-
-
-@given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50))),
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50))),
 )
@@ -437,13 +420,3 @@ def test_spans_are_sets_of_tokens(a: list[tuple[int, int]], b: list[tuple[int, i
     assert tokens(one) == tokens((x, y) for x, y in a if x < y)
     assert tokens(without(one, two)) == tokens(one) - tokens(two)
     assert fitting.count(one) == len(tokens(one))
-
-
-def test_the_least_attended_go_and_sinks_and_newest_stay() -> None:
-    room = Room(100, 20)
-    mass = [float(i % 10) for i in range(110)]
-    dropped = cut_least(120, 10, 4, mass, room)
-    gone = {i for start, stop in dropped for i in range(start, stop)}
-    assert len(gone) == 40 and min(gone) >= 10 and max(gone) < 80
-    assert max(mass[i] for i in gone) <= min(mass[i] for i in range(10, 80) if i not in gone)
-    assert cut_least(120, 10, 4, mass, room, dropped) == dropped
