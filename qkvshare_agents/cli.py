@@ -142,6 +142,21 @@ def bench_kernels(
         kernels.show(result)
 
 
+@bench_app.command("store")
+def bench_store(
+    rounds: Annotated[int, typer.Option(min=1, help="Conversations timed; medians are reported.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Time finding, adding and evicting pages in small and in large stores, without a model."""
+    from qkvshare_agents.eval import store
+
+    result = store.run(rounds=rounds, report=lambda text: typer.echo(text, err=True))
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        store.show(result)
+
+
 @app.command("doctor")
 def doctor(
     model: Annotated[str, typer.Argument(help="Pulled name, directory or Hub id.")],
@@ -227,7 +242,7 @@ def inspect(
 
 @app.command("ls")
 def list_packages(
-    directory: Annotated[str | None, typer.Option(help="Of the packages; by default this user's in /dev/shm.")] = None,
+    directory: Annotated[str | None, typer.Option(help="Of the packages; by default as ShmTransport says.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """List the packages in shared memory."""
@@ -252,7 +267,7 @@ def list_packages(
 
 @app.command("gc")
 def collect(
-    directory: Annotated[str | None, typer.Option(help="Of the packages; by default this user's in /dev/shm.")] = None,
+    directory: Annotated[str | None, typer.Option(help="Of the packages; by default as ShmTransport says.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also those that have not expired.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING
@@ -40,16 +40,16 @@ class Exchange:
         self,
         host: "Host",
         turn: Turn,
-        have: frozenset[bytes],
+        prompt: Prompt,
+        have: Collection[bytes],
         handoff: str,
         metadata: Mapping[str, str],
         wider: bool,
     ) -> Package:
-        """What is stored of `turn`'s prompt before its newest user turn, and what members said in it."""
+        """What is stored of the turn's `prompt` before its newest user turn, and what members said in it."""
         engine = host.engine
         if refusal := _refusal(host):
             raise PackageError(f"there is no KV to hand over: {refusal}")
-        prompt = host.prompt(turn)
         last = max((end for end, _ in prompt.answers), default=prompt.settled)
         settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
         match, state = host.store.match(settled, turn.access.readers), None

@@ -10,44 +10,48 @@ window keep their KV where one of a conversation's newest *points* (ends of turn
 """
 
 import itertools
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.lookback import Lookback
 from qkvshare_agents.page import EMPTY_PAGE, Page
 from qkvshare_agents.prefix_tree import (
     NO_MATCH,
     Ids,
     Match,
     Node,
+    agreeing,
     chained_key,
-    common_tokens,
     continuable,
     credit,
-    looked_back_at,
+    inherit,
     path,
-    remove,
     upwards,
     walk,
 )
+from qkvshare_agents.shelf import Shelf
 from qkvshare_agents.span import Window
-
-SHORTEST_SLICE = 16  # tokens; reading less than this again is cheaper than a node for it
-KEPT_POINTS = 4  # of each branch, the newest: what was said before can be continued from full attention only
+from qkvshare_agents.turnstile import Turnstile
 
 
 class PageStore:
-    """Prefix tree of pages. Thread-safe; a reader's match stays valid when its pages are evicted meanwhile."""
+    """Prefix tree of pages. Thread-safe; a reader's match stays valid when its pages are evicted meanwhile.
+
+    What a call costs goes with the path that it touches, not with what else is stored; others wait for the lock no
+    longer than for that, or for one page that makes room.
+    """
 
     def __init__(self, root_key: bytes, budget_bytes: int, window: Window | None = None) -> None:
         self.budget_bytes = budget_bytes
         self.window = window
         self.evicted_pages = 0
-        self._lock = threading.Lock()
-        self._clock = itertools.count(1)
+        self._lock = Turnstile()
         self._root = Node((), EMPTY_PAGE, None, root_key)
+        self._shelf = Shelf()
+        self._lookback = Lookback(window) if window else None
 
     def match(self, ids: Sequence[int], readers: Readers | None = None) -> Match:
         """The longest stored prefix of `ids` that `readers` own, compared id by id. Touches the path it returns.
@@ -57,7 +61,7 @@ class PageStore:
         """
         with self._lock:
             match = self._look_up(tuple(ids), readers)
-            self._touch(match.nodes)
+            self._shelf.touch(match.nodes)
             return match
 
     def stored_tokens(self, ids: Sequence[int]) -> int:
@@ -104,16 +108,25 @@ class PageStore:
                 return 0
             base = self._find(run, lambda node, tokens: tokens * self._will_do(node, ahead, computed_from))
             lacking = [(n.start, min(n.end, base.tokens)) for n in base.nodes if self._lacks(n, ahead)]
+            replaced = {n for n in base.nodes if (n.start, n.end) in lacking}
+            self._shelf.touch(base.nodes)  # others make room first
+            less = sum(node.page.nbytes for node in (*replaced, *self._outgrown(run)))
+            room = self.budget_bytes - sum(node.page.nbytes for node in base.nodes if node not in replaced)
         spans = list(_spans(base.tokens, len(run), page_size, sealed_tokens))
         pages = [make_page(*span) for span in spans]
         renewed = {span: make_page(*span, True) for span in lacking}
-        with self._lock:
+        more = sum(page.nbytes for page in renewed.values())
+        fitting = _fitting(pages, room - more)
+        with self._room(sum(page.nbytes for page in fitting) + more - less):
+            if base.nodes and base.nodes[-1].parent is None:
+                return len(pages) + len(renewed)  # what others use had to go for what still others use
+            self.evicted_pages += len(pages) - len(fitting)
             shares, kept, others = self._drop_outgrown(run)
             node = self._end(base)
             for known in path(node):
                 if page := renewed.get((known.start, known.end)):
-                    known.page, known.by = page, frozenset({by})
-            for (start, stop, sealed), page in zip(spans, pages, strict=True):
+                    self._renew(known, page, by)
+            for (start, stop, sealed), page in zip(spans, fitting, strict=False):
                 node = self._child(node, run[start:stop], page, sealed, others | {by})
             self._settle(path(node), shares | dict.fromkeys(owners, len(run)), [*ahead, *kept])
         return len(pages) + len(renewed)
@@ -121,62 +134,53 @@ class PageStore:
     def clear(self) -> None:
         """Forget every page, and free its memory at once: parents and children point at each other."""
         with self._lock:
-            for node in [self._root, *walk(self._root)]:
+            for node in list(walk(self._root)):
                 node.children.clear()
+                node.parent, node.looks_at = None, ()
+            self._root.children.clear()
+            self._shelf.clear()
+            if self._lookback:
+                self._lookback.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all stored pages as held in memory, a shared page counted once."""
-        with self._lock:
-            return _nbytes(_pages(walk(self._root)))
+        return self._shelf.nbytes
 
     @property
     def page_count(self) -> int:
-        with self._lock:
-            return len(_pages(walk(self._root)))
-
-    def _agreeing(self, ids: Ids, readers: Readers | None = None) -> Iterator[tuple[Node, int, int]]:
-        """Every run that begins as `ids` go on at its place: (node, tokens before it, tokens that agree and that
-        `readers` may use)."""
-        stack = [(self._root, 0)]
-        while stack:
-            parent, start = stack.pop()
-            for child in parent.children:
-                common = common_tokens(child.ids, ids[start : start + len(child.ids)])
-                if common := min(common, child.readable(readers)):
-                    yield child, start, common
-                if common == len(child.ids):
-                    stack.append((child, start + common))
+        return self._shelf.page_count
 
     def _find(
         self, ids: Ids, usable: Callable[[Node, int], int] | None = None, readers: Readers | None = None
     ) -> Match:
-        """The longest match; of equals the one whose last run is used up, which needs no slice to branch from.
-
-        usable: of how many tokens up to somewhere in a run use can be made; the most counts then.
-        """
-        found = [
-            (start + common, common == len(node.ids), node, common)
-            for node, start, common in self._agreeing(ids, readers)
-            if common >= min(len(node.ids), SHORTEST_SLICE)
-        ]
-        found.sort(key=lambda candidate: candidate[:2], reverse=True)
+        """The longest match. usable: of how many tokens up to somewhere in a run use can be made; the most counts
+        then."""
+        found = agreeing(self._root, ids, readers)
         match, most = NO_MATCH, 0
-        for tokens, _, node, common in found:
+        for node, common in found:
+            tokens = node.start + common
             if tokens <= most:
                 break
             if (used := usable(node, tokens) if usable else tokens) > most:
                 match, most = Match.up_to(node, common), used
-        return replace(match, agreeing=found[0][0] if found else 0, window=self.window)
+        stored = found[0][0].start + found[0][1] if found else 0
+        return replace(match, agreeing=stored, window=self.window)
 
     def _look_up(self, ids: Ids, readers: Readers | None = None) -> Match:
         """The longest match that can be continued from."""
         window = self.window
         if window is None:
             return self._find(ids, readers=readers)
-        found = self._find(
-            ids, lambda n, tokens: continuable(((m, m.page) for m in upwards(n)), tokens, window), readers
-        )
+        walked: set[Node] = set()  # from where nothing is found that was not found from behind it
+
+        def usable(node: Node, tokens: int) -> int:
+            if node in walked:
+                return 0
+            walked.update(itertools.takewhile(lambda n: n not in walked, upwards(node)))
+            return continuable(((n, n.page) for n in upwards(node)), tokens, window)
+
+        found = self._find(ids, usable, readers)
         return found.head(found.tokens)
 
     def _will_do(self, node: Node, points: Sequence[int], computed_from: int) -> bool:
@@ -194,23 +198,28 @@ class PageStore:
         return window is not None and window.sees(node.start, node.end, points) and not node.page.holds(window.layers)
 
     def _settle(self, nodes: Sequence[Node], shares: Mapping[str, int], points: Collection[int]) -> None:
-        """Note owners and points of a path that was stored or found, and hold the limits."""
+        """Note owners and points of a path that was stored or found, and keep what is looked back at from them."""
         credit(nodes, shares)
         for node in nodes:
             node.points.update(point for point in points if node.start < point <= node.end)
-        self._touch(nodes)
+        self._shelf.touch(nodes)
+        if self._lookback:
+            self._lookback.settle(nodes)
         self._forget_unseen()
-        self._evict()
 
     def _forget_unseen(self) -> None:
-        """Drop the KV of layers with a window where no kept point looks back at it."""
-        if self.window is None:
+        """Drop the KV of layers with a window where no kept point looks back at it. Slices go on sharing their page."""
+        if self._lookback is None:
             return
-        needed = looked_back_at(self._root, self.window, KEPT_POINTS)
-        bare: dict[int, Page] = {}  # slices go on sharing their page
-        for node in walk(self._root):
-            if id(node.page) not in needed:
-                node.page = bare.setdefault(id(node.page), node.page.without(self.window.layers))
+        for node in self._lookback.unseen():
+            bare, sharing = node.page.without(self._lookback.window.layers), self._shelf.sharing(node.page)
+            if bare is not node.page and not any(each.watchers for each in sharing):
+                for each in sharing:
+                    self._shelf.replace(each, bare)
+
+    def _outgrown(self, ids: Ids) -> list[Node]:
+        """Open runs that `ids` go on from, or end with."""
+        return [n for n, common in agreeing(self._root, ids) if not n.sealed and common == len(n.ids)]
 
     def _drop_outgrown(self, ids: Ids) -> tuple[dict[str, int], set[int], frozenset[str]]:
         """Remove open runs that `ids` go on from; returns up to which token each of their owners owned `ids`, their
@@ -218,13 +227,11 @@ class PageStore:
         shares: dict[str, int] = {}
         points: set[int] = set()
         adapters: frozenset[str] = frozenset()
-        for node, start, common in list(self._agreeing(ids)):
-            if not node.sealed and common == len(node.ids):
-                remove(node)
-                points |= node.points
-                adapters |= node.by
-                for owner, tokens in node.owners.items():
-                    shares[owner] = max(start + tokens, shares.get(owner, 0))
+        for node in self._outgrown(ids):
+            self._remove(node)
+            points |= node.points
+            adapters |= node.by
+            inherit(shares, node)
         return shares, points, adapters
 
     def _end(self, base: Match) -> Node:
@@ -239,27 +246,60 @@ class PageStore:
 
     def _child(self, parent: Node, ids: Ids, page: Page, sealed: bool = True, by: frozenset[str] = frozenset()) -> Node:
         layers = self.window.layers if self.window else frozenset()
-        for child in parent.children:
-            covers = (
-                not sealed and child.ids[: len(ids)] == ids and (child.page.holds(layers) or not page.holds(layers))
-            )
-            if child.ids == ids or covers:
-                return child  # stored meanwhile, a slice that another branch made, or a longer run that covers it
+        for child in parent.children.get(ids):
+            return child  # stored meanwhile, or a slice that another branch made
+        for child in parent.children.covering(ids) if not sealed else ():
+            if child.page.holds(layers) or not page.holds(layers):
+                return child  # a longer run
         node = Node(ids, page, parent, chained_key(parent.key, ids), sealed, start=parent.end, by=by)
-        parent.children.append(node)
+        parent.children.add(node)
+        self._shelf.put(node)
         return node
 
-    def _touch(self, nodes: Sequence[Node]) -> None:
-        now = next(self._clock)
-        for node in nodes:
-            node.last_used = now
+    def _renew(self, node: Node, page: Page, by: str) -> None:
+        self._shelf.replace(node, page)
+        node.by = frozenset({by})
 
-    def _evict(self) -> None:
-        """Drop least recently used runs, newest tokens first, until the budget holds."""
-        stored = len(_pages(walk(self._root)))
-        while (pages := _pages(walk(self._root))) and _nbytes(pages) > self.budget_bytes:
-            remove(min((n for n in walk(self._root) if not n.children), key=lambda node: node.last_used))
-        self.evicted_pages += stored - len(pages)
+    def _remove(self, node: Node) -> None:
+        """Take a run that nothing follows out of the tree."""
+        assert node.parent is not None
+        if self._lookback:
+            self._lookback.leave(node)
+        node.parent.children.remove(node)
+        node.parent = None
+        self._shelf.drop(node)
+
+    @contextmanager
+    def _room(self, more_bytes: int) -> Iterator[None]:
+        """The lock, once so many more bytes fit into the budget.
+
+        Runs that were used least recently go first, newest tokens first. They go one at a time, each with the lock
+        taken anew, so that no reader waits for more than one.
+        """
+        while True:
+            with self._lock:
+                if self._shelf.nbytes + more_bytes > self.budget_bytes and self._evict():
+                    continue
+                yield
+                while self._shelf.nbytes > self.budget_bytes and self._evict():
+                    pass  # what could not be foreseen: another turn has changed the same path meanwhile
+                return
+
+    def _evict(self) -> bool:
+        """Drop one run; False if there is none."""
+        if (node := self._shelf.oldest) is None:
+            return False
+        pages = self._shelf.page_count
+        self._remove(node)
+        self._forget_unseen()
+        self.evicted_pages += pages - self._shelf.page_count
+        return True
+
+
+def _fitting(pages: Sequence[Page], room_bytes: int) -> list[Page]:
+    """The first ones that fit."""
+    ends = itertools.accumulate(page.nbytes for page in pages)
+    return [page for page, end in zip(pages, ends, strict=True) if end <= room_bytes]
 
 
 def _spans(start: int, end: int, page_size: int, sealed_tokens: int) -> Iterator[tuple[int, int, bool]]:
@@ -269,12 +309,3 @@ def _spans(start: int, end: int, page_size: int, sealed_tokens: int) -> Iterator
         start += page_size
     if start < end:
         yield start, end, False
-
-
-def _pages(nodes: Iterable[Node]) -> list[Page]:
-    """Each page once: slices share theirs."""
-    return list({id(node.page): node.page for node in nodes}.values())
-
-
-def _nbytes(pages: Iterable[Page]) -> int:
-    return sum(page.nbytes for page in pages)

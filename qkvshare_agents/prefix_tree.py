@@ -8,16 +8,60 @@ or kept, so that a conversation can be continued from a position only where the 
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from qkvshare_agents.access import Readers
+from qkvshare_agents.encoder import Ids
 from qkvshare_agents.page import Page
+from qkvshare_agents.prefixes import Prefixes
 from qkvshare_agents.span import Window
 
+SHORTEST_SLICE = 16  # tokens; reading less than this again is cheaper than a node for it
 _MOST_OWNERS = 256  # of one node; who came first is forgotten first, and then reads the text again
+_MOST_ALIKE = 64  # runs in one place that are looked at because they begin as the ids do, and part from them
 
-Ids = tuple[int, ...]
+
+class Children:
+    """The runs that follow a node. Open ones are apart: nothing continues from them."""
+
+    __slots__ = ("_kinds",)
+
+    def __init__(self) -> None:
+        self._kinds: dict[bool, Prefixes[Node]] = {}  # by whether they are sealed; most nodes have one kind or none
+
+    def __iter__(self) -> "Iterator[Node]":
+        return itertools.chain.from_iterable(self._kinds.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kinds.values()))
+
+    def add(self, node: "Node") -> None:
+        self._kinds.setdefault(node.sealed, Prefixes()).add(node)
+
+    def remove(self, node: "Node") -> None:
+        self._kinds[node.sealed].remove(node.ids)
+
+    def clear(self) -> None:
+        self._kinds.clear()
+
+    def get(self, ids: Ids) -> "list[Node]":
+        """Those with exactly these ids: a sealed one, an open one, or both."""
+        return [node for kind in self._kinds.values() if (node := kind.get(ids))]
+
+    def covering(self, ids: Ids) -> "Iterator[Node]":
+        """Those that begin with all of `ids`."""
+        for kind in self._kinds.values():
+            yield from kind.begun_with(ids)
+
+    def alike(self, ids: Ids, start: int) -> "Iterator[tuple[Node, int]]":
+        """(node, tokens that agree) of those that `ids` go on with from `start` on: all that are used up, and the most
+        alike of the others."""
+        for kind in self._kinds.values():
+            for node in kind.beginning(ids, start):
+                yield node, len(node.ids)
+            yield from itertools.islice(kind.parting(ids, start, SHORTEST_SLICE), _MOST_ALIKE)
 
 
 @dataclass(eq=False)
@@ -26,7 +70,8 @@ class Node:
 
     start: tokens before the run. points: positions in it, counted from the conversation's begin, where a turn ended or
     a cue began. owners: who computed the run's KV or was handed it, and how many of its leading tokens. by: with which
-    adapters it was computed.
+    adapters it was computed. looks_at: whose layers with a window are kept for branches that end here; watchers: of
+    how many such branches this is one. A node without a parent is the root, or was removed.
     """
 
     ids: Ids
@@ -34,12 +79,13 @@ class Node:
     parent: "Node | None"
     key: bytes
     sealed: bool = True  # else the unfilled page and residual window: native, a leaf, replaced when it grows
-    children: list["Node"] = field(default_factory=list)
+    children: Children = field(default_factory=Children)
     owners: dict[str, int] = field(default_factory=dict)
     points: set[int] = field(default_factory=set)
     start: int = 0
-    last_used: int = 0
     by: frozenset[str] = frozenset()
+    looks_at: "tuple[Node, ...]" = ()
+    watchers: int = 0
 
     @property
     def end(self) -> int:
@@ -123,20 +169,23 @@ def continuable(backwards: Iterable[tuple[Node, Page]], tokens: int, window: Win
     return tokens
 
 
-def looked_back_at(root: Node, window: Window, kept_points: int) -> set[int]:
-    """The id() of every page that layers with a window need behind the newest points of a branch."""
-    needed: set[int] = set()
-    for leaf in walk(root):
-        if leaf.children:
-            continue
-        points: list[int] = []
-        for node in upwards(leaf):
-            points += sorted(node.points, reverse=True)[: kept_points - len(points)]
-            if window.sees(node.start, node.end, points):
-                needed.add(id(node.page))
-            elif len(points) == kept_points:
-                break
-    return needed
+def agreeing(root: Node, ids: Ids, readers: Readers | None = None) -> list[tuple[Node, int]]:
+    """Runs that begin as `ids` go on at their place: (node, tokens that agree and that `readers` may use), of which
+    there are at least SHORTEST_SLICE or all. Most tokens first; of equals those that are used up, which need no slice
+    to branch from."""
+    found: list[tuple[int, bool, Node]] = []
+    stack = [root]
+    while stack:
+        parent = stack.pop()
+        for node, alike in parent.children.alike(ids, parent.end):
+            common = min(alike, node.readable(readers))
+            whole = common == len(node.ids)
+            if common >= min(len(node.ids), SHORTEST_SLICE):
+                found.append((node.start + common, whole, node))
+            if whole:
+                stack.append(node)
+    found.sort(key=lambda candidate: candidate[:2], reverse=True)
+    return [(node, tokens - node.start) for tokens, _, node in found]
 
 
 def credit(path: Sequence[Node], shares: Mapping[str, int]) -> None:
@@ -151,15 +200,15 @@ def credit(path: Sequence[Node], shares: Mapping[str, int]) -> None:
         start += len(node.ids)
 
 
+def inherit(shares: dict[str, int], node: Node) -> None:
+    """Note that the owners of `node` own the ids up to it as far as they own it."""
+    for owner, tokens in node.owners.items():
+        shares[owner] = max(node.start + tokens, shares.get(owner, 0))
+
+
 def chained_key(parent_key: bytes, ids: Ids) -> bytes:
     """Content address of the run `ids` behind its parent's."""
     return hashlib.sha256(parent_key + b"".join(i.to_bytes(8, "little") for i in ids)).digest()
-
-
-def common_tokens(a: Ids, b: Ids) -> int:
-    if a == b:
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def upwards(node: Node) -> Iterator[Node]:
@@ -172,11 +221,6 @@ def upwards(node: Node) -> Iterator[Node]:
 def path(node: Node) -> list[Node]:
     """From the root's child to `node`."""
     return [*upwards(node)][::-1]
-
-
-def remove(node: Node) -> None:
-    assert node.parent is not None
-    node.parent.children.remove(node)
 
 
 def walk(root: Node) -> Iterator[Node]:

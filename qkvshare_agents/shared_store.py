@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from qkvshare_agents.package import Step
 from qkvshare_agents.page import Page, crop
 from qkvshare_agents.page_store import PageStore
-from qkvshare_agents.prefix_tree import Match, Node, chained_key, path, remove
+from qkvshare_agents.prefix_tree import Ids, Match, Node, chained_key, inherit, path
 
 
 class SharedPageStore(PageStore):
@@ -23,9 +23,9 @@ class SharedPageStore(PageStore):
 
     def resize(self, budget_bytes: int) -> None:
         """Keep to another budget from now on; what is over it is dropped at once, least recently used first."""
-        with self._lock:
-            self.budget_bytes = budget_bytes
-            self._evict()
+        self.budget_bytes = budget_bytes
+        with self._room(0):
+            pass
 
     def weigh(self, ids: Sequence[int]) -> tuple[int, int]:
         """How many leading `ids` have stored KV, and the bytes of the pages that hold it; touches nothing."""
@@ -40,7 +40,7 @@ class SharedPageStore(PageStore):
         """
         with self._lock:
             match = self._find(tuple(ids))
-            self._touch(match.nodes)
+            self._shelf.touch(match.nodes)
         layers = self.window.layers if self.window else frozenset()
         whole = (n for n in zip(match.nodes, match.pages, strict=True) if n[0].sealed and n[0].end <= match.tokens)
         return tuple(node.key if page.holds(layers) else bare_key(node.key) for node, page in whole)
@@ -106,18 +106,21 @@ class SharedPageStore(PageStore):
         """
         with self._lock:
             found, start = self._find(tuple(ids)), 0
+            self._shelf.touch(found.nodes)  # others make room first
         made: list[tuple[Node, int, Page]] = []
         for node, (page, tokens) in zip(found.nodes, found.runs, strict=True):
             if page.hops:
                 made.append((node, tokens, make_page(start, start + tokens, node.sealed)))
             start += tokens
-        with self._lock:
+        more = sum(page.nbytes - (node.page.nbytes if tokens == len(node.ids) else 0) for node, tokens, page in made)
+        with self._room(more):
             for node, tokens, page in made:
+                if node.parent is None:
+                    continue  # evicted meanwhile
                 if tokens == len(node.ids):
-                    node.page, node.by = page, frozenset({by})
-                elif node.sealed and node.parent is not None:
+                    self._renew(node, page, by)
+                elif node.sealed:
                     self._child(node.parent, node.ids[:tokens], page, by=frozenset({by}))
-            self._evict()
         return len(made)
 
     def graft(self, ids: Sequence[int], steps: Sequence[Step], owners: Sequence[str] = (), by: str = "") -> int:
@@ -129,31 +132,59 @@ class SharedPageStore(PageStore):
         """
         run = tuple(ids)
         shares: dict[str, int] = {}  # up to which token owners of runs that make way own the ids
-        with self._lock:
-            node, start = self._root, 0
+        steps, more_bytes = self._fitting_steps(run, steps)
+        with self._room(more_bytes):
+            node = self._root
             for step in steps:
-                part = run[start : start + step.tokens]
+                part = run[node.end : node.end + step.tokens]
                 known = _stored(node, part, step.sealed)
                 if known is None and step.page is None:
                     break
                 if known is None:
                     assert step.page is not None
-                    for child in [c for c in node.children if c.ids == part]:
-                        remove(child)  # open here, sealed there: it would be in the way of what follows
-                        _inherit(shares, child, start)
+                    for child in node.children.get(part):
+                        self._remove(child)  # open here, sealed there: it would be in the way of what follows
+                        inherit(shares, child)
                     known = self._child(node, part, step.page, step.sealed, frozenset({by}))
-                elif self.window and step.page and step.page.holds(self.window.layers):
-                    known.page = known.page if known.page.holds(self.window.layers) else step.page
-                node, start = known, start + step.tokens
+                elif self._completes(step, known):
+                    assert step.page is not None
+                    self._shelf.replace(known, step.page)
+                node = known
             nodes = path(node)
-            for other, before, common in list(self._agreeing(run[:start])):
-                if not other.sealed and common == len(other.ids) and other not in nodes:
-                    remove(other)
-                    _inherit(shares, other, before)
+            for other in self._outgrown(run[: node.end]):
+                if other not in nodes:
+                    self._remove(other)
+                    inherit(shares, other)
             for owner in owners:
-                shares[owner] = start
-            self._settle(nodes, shares, {start})
+                shares[owner] = node.end
+            self._settle(nodes, shares, {node.end})
             return self._look_up(run).tokens
+
+    def _completes(self, step: Step, known: Node) -> bool:
+        """Whether the step's page has layers with a window that the stored one lacks."""
+        layers = self.window.layers if self.window else frozenset()
+        return step.page is not None and step.page.holds(layers) and not known.page.holds(layers)
+
+    def _fitting_steps(self, ids: Ids, steps: Sequence[Step]) -> tuple[Sequence[Step], int]:
+        """As many of the steps as fit into the budget, and how many more bytes they take. Touches what is stored."""
+        with self._lock:
+            node: Node | None = self._root
+            known: list[Node] = []
+            used = more = start = 0
+            for count, step in enumerate(steps):
+                part = ids[start : start + step.tokens]
+                node = _stored(node, part, step.sealed) if node else None
+                if node:
+                    known.append(node)
+                page = step.page if node is None or self._completes(step, node) else node.page
+                used += page.nbytes if page else 0
+                if used > self.budget_bytes:
+                    steps = steps[:count]
+                    break
+                more += page.nbytes - node.page.nbytes if page and node else page.nbytes if page else 0
+                start += step.tokens
+            self._shelf.touch(known)
+        return steps, more
 
 
 def bare_key(key: bytes) -> bytes:
@@ -161,12 +192,6 @@ def bare_key(key: bytes) -> bytes:
     return hashlib.sha256(key + b"without windows").digest()
 
 
-def _inherit(shares: dict[str, int], node: Node, start: int) -> None:
-    """Note that the owners of `node`, which begins at token `start`, own the ids that far."""
-    for owner, tokens in node.owners.items():
-        shares[owner] = max(start + tokens, shares.get(owner, 0))
-
-
-def _stored(parent: Node, ids: tuple[int, ...], sealed: bool) -> Node | None:
+def _stored(parent: Node, ids: Ids, sealed: bool) -> Node | None:
     """The child that these ids have already. An open one will do only where nothing is to follow it."""
-    return next((c for c in parent.children if c.ids == ids and (c.sealed or not sealed)), None)
+    return next((c for c in parent.children.get(ids) if c.sealed or not sealed), None)

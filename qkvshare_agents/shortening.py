@@ -48,7 +48,7 @@ class Shortener:
         needed_tokens = len(prompt.ids)
         for allowed in dict.fromkeys((room, least)):
             tried: Limits | None = None
-            for strictness, chosen in _choices(turn, prompt, allowed, known, encoder):
+            for strictness, chosen in _choices(prompt, allowed, known, encoder):
                 if chosen != tried:
                     tried = chosen
                     messages = shortened(turn.messages, chosen, encoder)
@@ -72,10 +72,10 @@ class Shortener:
             self._limits.popitem(last=False)
 
 
-def _choices(turn: Turn, prompt: Prompt, room: Room, known: Limits, encoder: Encoder) -> Iterator[tuple[int, Limits]]:
+def _choices(prompt: Prompt, room: Room, known: Limits, encoder: Encoder) -> Iterator[tuple[int, Limits]]:
     """Strictness of cuts and limits of messages, the best first."""
     for strictness in STRICTNESS:
-        needed = [m for m in Cuts(prompt, strictness).needed_messages if not _to_itself(m, turn)]
+        needed = Cuts(prompt, strictness).needed_messages
         shortest = SHORTEST if strictness == STRICTNESS[-1] else max(SHORTEST, room.prompt // _GENTLE)
         yield strictness, known
         limit = (room.prompt - prompt.header) * 0.875
@@ -83,11 +83,6 @@ def _choices(turn: Turn, prompt: Prompt, room: Room, known: Limits, encoder: Enc
             long = too_long(needed, int(limit), encoder)
             yield strictness, {**known, **{m: min(int(limit), known.get(m, int(limit))) for m in long}}
             limit *= 0.75
-
-
-def _to_itself(message: Message, turn: Turn) -> bool:
-    """What an orchestrator writes to itself is told from an answer by its text."""
-    return message.role == "user" and message.source == turn.speaker.name
 
 
 def shortened(messages: Messages, limit_of: Limits, encoder: Encoder) -> Messages:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qkvshare_agents.encoder import Ids
 from qkvshare_agents.errors import PackageError
+from qkvshare_agents.prefixes import Prefixes
 
 
 @dataclass(frozen=True)
@@ -124,33 +125,35 @@ class SnapshotStore:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self.nbytes = 0
         self._kept: OrderedDict[Ids, Snapshot] = OrderedDict()
+        self._in_order: Prefixes[Ids] = Prefixes(lambda ids: ids)
         self._lock = threading.Lock()
 
-    @property
-    def nbytes(self) -> int:
-        with self._lock:
-            return sum(snapshot.nbytes for snapshot in self._kept.values())
-
     def keep(self, ids: Sequence[int], snapshot: Snapshot) -> None:
-        """`ids`: exactly those that the snapshot has read."""
+        """`ids`: exactly those that the snapshot has read, at least one."""
         with self._lock:
-            self._kept[tuple(ids)] = snapshot
-            self._kept.move_to_end(tuple(ids))
-            used = sum(kept.nbytes for kept in self._kept.values())
-            while self._kept and used > self.budget_bytes:
-                used -= self._kept.popitem(last=False)[1].nbytes
+            key = tuple(ids)
+            self._drop(key)
+            self._kept[key] = snapshot
+            self._in_order.add(key)
+            self.nbytes += snapshot.nbytes
+            while self.nbytes > self.budget_bytes and self._kept:
+                self._drop(next(iter(self._kept)))
 
     def longest(self, ids: Sequence[int]) -> Snapshot | None:
         """The snapshot that has read the longest prefix of `ids`, compared id by id."""
-        prompt = tuple(ids)
         with self._lock:
-            found = [key for key in self._kept if prompt[: len(key)] == key]
-            if not found:
+            best = next(self._in_order.beginning(tuple(ids)), None)
+            if best is None:
                 return None
-            best = max(found, key=len)
             self._kept.move_to_end(best)
             return self._kept[best]
+
+    def _drop(self, ids: Ids) -> None:
+        if (snapshot := self._kept.pop(ids, None)) is not None:
+            self._in_order.remove(ids)
+            self.nbytes -= snapshot.nbytes
 
     def holds(self, ids: Sequence[int]) -> bool:
         """Whether there is a snapshot that has read exactly `ids`."""
@@ -160,3 +163,5 @@ class SnapshotStore:
     def clear(self) -> None:
         with self._lock:
             self._kept.clear()
+            self._in_order.clear()
+            self.nbytes = 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qkvshare_agents.fitting import Room, room_for
 from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.transcript import Message, is_human
+from qkvshare_agents.transcript import Message, Prompt, is_human
 from qkvshare_agents.turn import Turn
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Summed:
-    """A turn with fewer messages, which were `dropped_tokens` longer."""
+    """A turn with fewer messages, which were `dropped_tokens` longer, and its prompt."""
 
     turn: Turn
+    prompt: Prompt
     dropped_tokens: int = 0
     reasons: tuple[str, ...] = ()
 
@@ -38,16 +39,17 @@ class Summaries:
         self._known: OrderedDict[tuple[str, Messages], str] = OrderedDict()
         self._writing = False
 
-    def shorten(self, turn: Turn, write: Callable[[Turn], str]) -> Summed:
-        """`turn`, if it is too long with its older messages replaced by a summary. write: answers a turn.
+    def shorten(self, turn: Turn, prompt: Prompt, write: Callable[[Turn], str]) -> Summed:
+        """`turn`, if its prompt is too long with its older messages replaced by a summary. write: answers a turn.
 
         The newest message, the task and the newest user message stay, and results stay with their calls; if those
         alone are too long, the turn is still too long afterwards.
         """
-        room = room_for(self._host.context_tokens, turn.sampling.max_tokens)
-        before = self._tokens(turn)
-        if self._host.settings.fit != "summarise" or self._writing or not room.lacks(before) or len(turn.messages) < 2:
-            return Summed(turn)
+        if self._host.settings.fit != "summarise" or self._writing or len(turn.messages) < 2:
+            return Summed(turn, prompt)
+        room, before = room_for(self._host.context_tokens, turn.sampling.max_tokens), len(prompt.ids)
+        if not room.lacks(before):
+            return Summed(turn, prompt)
         replaced, text = self._recall(turn)
         short = _replaced(turn, replaced, text)
         if room.lacks(self._tokens(short)):
@@ -57,11 +59,12 @@ class Summaries:
                 replaced, text = older, self._write(known, room, write)
                 self._keep(turn.scope, turn.messages[:replaced], text)
                 short = _replaced(turn, replaced, text)
-        after = self._tokens(short)
+        shorter = self._host.prompt(short)
+        after = len(shorter.ids)
         if after >= before:
-            return Summed(turn)
+            return Summed(turn, prompt)
         why = f"fitted: the {replaced} oldest messages were replaced by a summary, {after} instead of {before} tokens"
-        return Summed(short, before - after, (why,))
+        return Summed(short, shorter, before - after, (why,))
 
     def _recall(self, turn: Turn) -> tuple[int, str]:
         """How many of the oldest messages are known to be summed up, and the summary."""
@@ -72,8 +75,8 @@ class Summaries:
         return 0, ""
 
     def _older(self, turn: Turn, replaced: int, room: Room) -> int:
-        """How many messages to sum up, so that the rest leaves room for some turns to come; no call without its results,
-        and more than are `replaced` already, or 0."""
+        """How many messages to sum up, so that the rest leaves room for some turns to come; no call without its
+        results, and more than are `replaced` already, or 0."""
         wanted = room.prompt - 2 * (room.prompt // _SHARE)
         counts = [n for n in range(replaced + 1, len(turn.messages)) if turn.messages[n].role != "tool"]
         return next((n for n in counts if self._tokens(_replaced(turn, n, "")) <= wanted), max(counts, default=0))

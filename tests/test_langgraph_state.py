@@ -24,7 +24,7 @@ from langgraph.types import Command, RetryPolicy, Send, interrupt
 from support import tiny_engine
 
 from qkvshare_agents import add_cache_handoff
-from qkvshare_agents.page_store import SHORTEST_SLICE
+from qkvshare_agents.prefix_tree import SHORTEST_SLICE
 
 _ENGINE = tiny_engine()
 THREAD = {"configurable": {"thread_id": "t"}}

@@ -19,7 +19,8 @@ from support import stacked
 
 from qkvshare_agents.errors import CodecError, InvalidSetting
 from qkvshare_agents.page import Page, keep_native
-from qkvshare_agents.page_store import SHORTEST_SLICE, Match, PageStore
+from qkvshare_agents.page_store import PageStore
+from qkvshare_agents.prefix_tree import SHORTEST_SLICE, Match
 
 TOKEN_BYTES = 16  # an int64 for the key and one for the value
 PAGE_SIZES = (4, 16, 20, 32)

@@ -11,7 +11,7 @@ from test_page_store import assert_right, kv_of, page_of, read
 
 from qkvshare_agents.package import Step
 from qkvshare_agents.page import keep_native
-from qkvshare_agents.page_store import SHORTEST_SLICE
+from qkvshare_agents.prefix_tree import SHORTEST_SLICE
 from qkvshare_agents.shared_store import SharedPageStore
 
 Ids = tuple[int, ...]

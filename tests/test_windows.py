@@ -14,11 +14,12 @@ from qkvshare_agents import package, rotation
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.eval import families
 from qkvshare_agents.kv_cache import KVCache, KVShape
+from qkvshare_agents.lookback import KEPT_POINTS
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Page, Precision, keep_native, seal
-from qkvshare_agents.page_store import KEPT_POINTS, SHORTEST_SLICE
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.planner import Mode
+from qkvshare_agents.prefix_tree import SHORTEST_SLICE
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_agents.span import LayerGroup
