@@ -20,6 +20,7 @@ from qkvshare_agents.fitter import whole
 from qkvshare_agents.fitting import Room, cut, joined, room_for, without
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.kv_cache import KVCache
+from qkvshare_agents.prefix_tree import SHORTEST_SLICE
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
@@ -87,9 +88,11 @@ class Talk:
         """Tokens at the front that always stay."""
         return self.prompt.exchanges[0].parts[0].stop
 
-    def ask(self, tokens: int, name: str = "a", max_tokens: int = 24, seed: int = 0, **options: object):
-        for said in range(0, tokens, PIECE):
-            self.messages.append(Message("user", text(min(PIECE, tokens - said), seed + said), "user"))
+    def ask(self, tokens: int, name: str = "a", max_tokens: int = 24, seed: int = 0, piece: int = PIECE, **options):
+        self.before = list(self.messages)
+        for said in range(0, tokens, piece):
+            said = f"{len(self.messages)}.{seed} {text(max(1, min(piece, tokens - said) - 6), seed)}"
+            self.messages.append(Message("user", said, "user"))
         member = self.host.roster.learn("", name, f"You are {name}.")
         turn = Turn(member, "", tuple(self.messages), Sampling(max_tokens=max_tokens, **options))
         self.prompt = self.host.prompt(turn)
@@ -153,9 +156,9 @@ def test_what_layers_with_a_window_keep_is_not_put_together() -> None:
 def test_a_conversation_that_goes_on_is_not_read_again() -> None:
     """Each turn reads its own message only, also when the cut grows, and each is what the same cut of the KV gives."""
     talk, reports = Talk(make(context=1024)), []
-    talk.ask(600)
+    talk.ask(800)
     for turn in range(16):
-        reports.append(talk.ask(90, "ab"[turn % 2], seed=turn))
+        reports.append(talk.ask(40, "ab"[turn % 2], seed=turn))
     fitted = [r for r in reports if r.dropped_tokens]
     assert len(fitted) >= 10 and len({r.dropped_tokens for r in fitted}) < len(fitted), "one cut serves several turns"
     assert all(r.prefilled_tokens < 150 for r in reports), "only what is new is read"
@@ -201,7 +204,7 @@ def test_cut_text_is_exact() -> None:
     talk.ask(900)
     engine, kept = talk.host.engine._engine, talk.host.engine.fed[0]
     assert (talk.host.engine.said[0] - engine.feed(engine.begin(None), kept)).abs().max() < 1e-4
-    assert talk.host.store.match(kept).tokens == len(kept)
+    assert talk.host.store.match(kept).tokens > len(kept) - SHORTEST_SLICE
 
 
 @pytest.mark.parametrize(
@@ -233,8 +236,9 @@ def test_the_least_attended_tokens_go_and_the_conversation_goes_on() -> None:
     talk = Talk(make(context=512, fit="drop_least_attended"))
     talk.ask(300)
     report = talk.ask(200, "b", seed=1)
-    assert report.mode.value == "PARTIAL" and report.dropped_tokens and "in " in report.reasons[0]
+    assert report.mode.value == "PARTIAL" and report.dropped_tokens
     assert report.prompt_tokens + 24 <= 512 and report.reused_tokens > 150
+    assert talk.fitted.dropped[0][0] > talk.stays, "the oldest received more attention"
     reports = [talk.ask(40, "ab"[i % 2], seed=i) for i in range(8)]
     assert all(r.prompt_tokens + 24 <= 512 and r.dropped_tokens for r in reports)
     assert sum(r.prefilled_tokens < 100 for r in reports) >= 5, "most turns read what is new only"
@@ -258,7 +262,7 @@ def test_attention_is_seen_for_both_of_its_readers_and_over_packed_pages(setting
             packed = chosen.get("packed_history", False)
             assert engine.model.config._attn_implementation == ("qkvshare_sdpa" if packed else "sdpa")
     assert torch.allclose(*masses, rtol=1e-3, atol=1e-3)
-    assert reports[0].reasons[0] == reports[1].reasons[0] and "places" in reports[0].reasons[0]
+    assert reports[0].reasons[0] == reports[1].reasons[0]
 
 
 def test_attention_is_what_softmax_gives_and_changes_nothing() -> None:
@@ -313,9 +317,9 @@ def test_older_messages_are_summed_up_once_by_who_spoke_last() -> None:
 def test_a_message_that_is_too_long_alone_is_cut_whatever_the_summary() -> None:
     talk = Talk(make(context=512, fit="summarise"))
     talk.ask(100)
-    report = talk.ask(900, "b", seed=1)
+    report = talk.ask(900, "b", seed=1, piece=900)
     assert report.prompt_tokens + 24 <= 512 and report.dropped_tokens > 400
-    assert any("as text" in reason or "was moved" in reason for reason in report.reasons)
+    assert any("were left out of the middle of 1 long messages" in reason for reason in report.reasons)
 
 
 def test_error_is_the_old_way() -> None:
@@ -342,11 +346,11 @@ def test_an_answer_gets_what_it_asked_for_up_to_half_of_the_context() -> None:
 
 
 def test_a_long_header_stays() -> None:
-    talk = Talk(make(context=512, system=text(400, seed=9)))
+    talk = Talk(make(context=512, system=text(370, seed=9)))
     talk.ask(50)
     report = talk.ask(50, "b", seed=1)
     assert report.prompt_tokens <= 488
-    assert whole(talk.fitted).ids[: talk.stays] == talk.prompt.ids[: talk.stays] and talk.prompt.header > 400
+    assert whole(talk.fitted).ids[: talk.stays] == talk.prompt.ids[: talk.stays] and talk.prompt.header > 370
 
 
 def test_another_process_gets_the_exact_part_and_cuts_it_itself() -> None:
@@ -369,10 +373,10 @@ def test_a_turn_that_is_asked_again_finds_what_was_read_behind_the_cut() -> None
     talk = Talk(make(context=512))
     talk.ask(300)
     first = talk.ask(200, "b", seed=1)
-    talk.messages = talk.messages[:-2]
+    talk.messages = talk.before
     again = talk.ask(200, "b", seed=1)
     assert again.prefilled_tokens < 20 < first.prefilled_tokens and again.dropped_tokens == first.dropped_tokens
-    talk.messages = talk.messages[:-2]
+    talk.messages = talk.before
     other = talk.ask(210, "b", seed=7)  # another text behind the same cut
     assert other.dropped_tokens == first.dropped_tokens and other.reused_tokens > 150
 
