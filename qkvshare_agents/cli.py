@@ -242,7 +242,7 @@ def inspect(
 
 @app.command("ls")
 def list_packages(
-    directory: Annotated[str | None, typer.Option(help="Of the packages; by default this user's in /dev/shm.")] = None,
+    directory: Annotated[str | None, typer.Option(help="Of the packages; by default as ShmTransport says.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """List the packages in shared memory."""
@@ -267,7 +267,7 @@ def list_packages(
 
 @app.command("gc")
 def collect(
-    directory: Annotated[str | None, typer.Option(help="Of the packages; by default this user's in /dev/shm.")] = None,
+    directory: Annotated[str | None, typer.Option(help="Of the packages; by default as ShmTransport says.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also those that have not expired.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:

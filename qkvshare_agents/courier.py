@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from qkvshare_agents import package
-from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError
+from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError, printable
 from qkvshare_agents.host import Host
 from qkvshare_agents.package import Package
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.planner import slower_than_text
 from qkvshare_agents.report import Arrival
-from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, Transport
+from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, Transport, TurnDeadline, check_deadline
 from qkvshare_agents.turn import Turn
 
 _log = logging.getLogger("qkvshare_agents")
@@ -42,7 +42,8 @@ class Sent:
 
 
 class Courier:
-    """host, transport: whose KV, and over what. deadline_ms: of each call on the transport.
+    """host, transport: whose KV, and over what. deadline_ms: of all that one `send` or
+    `receive` does on the transport, or of a `TurnDeadline` that is passed.
 
     Raises InvalidSetting for a transport that others can reach when the host has no secret: without one, whoever
     can write there can put KV and words into the conversation.
@@ -57,7 +58,7 @@ class Courier:
                 "the same random text on both sides (python -c 'import secrets; print(secrets.token_hex(32))')"
             )
         self._host, self._transport = host, transport
-        self._deadline_ms, self._lifetime_ms = deadline_ms, lifetime_ms
+        self._deadline_ms, self._lifetime_ms = check_deadline(deadline_ms), lifetime_ms
         self._speeds: deque[tuple[int, float]] = deque(maxlen=_KEPT)  # (bytes, ms) of whole moves, either way
         self._held_back = 0  # packages in a row
         self._warned = False
@@ -78,14 +79,15 @@ class Courier:
             return Sent("", (self._failed("sent", error),))
         return self.post(out, secrets.token_hex(16))
 
-    def post(self, out: Package, key: str) -> Sent:
+    def post(self, out: Package, key: str, deadline: TurnDeadline | None = None) -> Sent:
         """Publish a package under a key that is not in use."""
+        deadline = deadline or self._deadline()
         if reason := self.slower_than_text(out):
             return Sent("", (reason,), held_back=True)
         try:
             started = time.perf_counter()
             payload = out.write(secret=self._host.settings.secret)
-            self._transport.put(key, payload, deadline_ms=self._deadline_ms, lifetime_ms=self._lifetime_ms)
+            deadline.run(lambda ms: self._transport.put(key, payload, deadline_ms=ms, lifetime_ms=self._lifetime_ms))
         except (PackageError, TransportError) as error:
             return Sent("", (self._failed("sent", error),))
         return Sent(key, (), self._measured(payload, started), payload.nbytes)
@@ -97,20 +99,23 @@ class Courier:
         KV does not say what the sender's said. There, it is `send(turn, wider=True).key`. A package of which nothing
         came in ("" as the key, too) is one reason more in the turn's report.
         """
+        return self._receive(key, keep, ask, self._deadline())
+
+    def _receive(self, key: str, keep: bool, ask: Callable[[], str] | None, deadline: TurnDeadline) -> Arrival:
         if not key:
             return Arrival(("the sender sent no KV",))
-        came, arrival = self.fetch(key)
+        came, arrival = self.fetch(key, deadline)
         if came is None:
             return arrival
         taken = self._host.take(came)  # may wait for a turn, which is not in `transfer_ms`
         if not keep:
             with suppress(TransportError):  # then it goes when it expires
-                self._transport.delete(key, deadline_ms=self._deadline_ms)
+                deadline.run(lambda ms: self._transport.delete(key, deadline_ms=ms))
         arrival = replace(taken, transfer_ms=arrival.transfer_ms, moved_bytes=arrival.moved_bytes)
         if not arrival.alarmed or ask is None:
             return arrival
         try:
-            again = self.receive(ask())
+            again = self._receive(ask(), False, None, deadline)
         except Exception as error:  # of the application's own way of talking
             again = Arrival((f"the sender could not be asked for wider pages: {type(error).__name__}",), alarmed=True)
         return replace(
@@ -121,11 +126,12 @@ class Courier:
             canary_ms=arrival.canary_ms + again.canary_ms,
         )
 
-    def fetch(self, key: str) -> tuple[Package | None, Arrival]:
+    def fetch(self, key: str, deadline: TurnDeadline | None = None) -> tuple[Package | None, Arrival]:
         """The package under a key, checked and not stored yet; None with the reason if there is none to use."""
+        deadline = deadline or self._deadline()
         started = time.perf_counter()
         try:
-            payload = self._transport.get(key, deadline_ms=self._deadline_ms)
+            payload = deadline.run(lambda ms: self._transport.get(key, deadline_ms=ms))
             came = package.read(payload, secret=self._host.settings.secret)
         except (PackageError, TransportError, InvalidSetting) as error:  # also a key that is none
             return None, Arrival((self._failed("received", error),), _ms_since(started))
@@ -147,13 +153,16 @@ class Courier:
             self._held_back, reason = 0, None
         return reason
 
+    def _deadline(self) -> TurnDeadline:
+        return TurnDeadline(self._deadline_ms)
+
     def _measured(self, payload: Payload, started: float) -> float:
         ms = _ms_since(started)
         self._speeds.append((payload.nbytes, ms))
         return ms
 
     def _failed(self, what: str, error: Exception) -> str:
-        reason = f"KV could not be {what} over {self._transport.name}: {error}"
+        reason = f"KV could not be {what} over {self._transport.name}: {printable(str(error))}"
         if not self._warned:
             _log.warning("%s; turns read the text again until it works (said once)", reason)
             self._warned = True

@@ -2,7 +2,9 @@
 
 import json
 import re
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -10,6 +12,7 @@ from tokenizers import Tokenizer
 Ids = tuple[int, ...]
 ANCHOR = "\n"  # stands for unknown text before a segment
 _ANCHORS = (ANCHOR, "a")
+_KEPT_CHARACTERS = 2_000_000  # of texts whose ids are remembered
 
 
 class Encoder:
@@ -36,12 +39,17 @@ class Encoder:
         alone = self._ids(self._markup, "a")
         self._behind_control = "" if self._ids(self._markup, starts + "a")[-len(alone) :] == alone else ANCHOR
         self.markup = lru_cache(maxsize=1024)(self._markup_ids)
+        self._encoded = _Encoded()
 
     def text(self, text: str, before: str = ANCHOR) -> Ids:
         """Ids of what somebody wrote: `<|im_end|>` in a message is plain text and can't end its turn.
 
-        before: what stands in front of it, see `context`; by default, text that it continues.
+        before: what stands in front of it, see `context`; by default, text that it continues. What was encoded lately
+        is not encoded again: a conversation is laid out anew for every turn, and most of it was there before.
         """
+        return self._encoded.get(text, before, self._text_ids)
+
+    def _text_ids(self, text: str, before: str) -> Ids:
         ids = self._segment(self._text, text, before)
         if self.control_ids.isdisjoint(ids):
             return ids
@@ -78,3 +86,28 @@ class Encoder:
         except UnicodeEncodeError:  # halves of surrogate pairs, as JSON may bring them
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return tuple(backend.encode(text, add_special_tokens=False).ids)
+
+
+class _Encoded:
+    """Ids of texts, those used last, within a number of characters. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], Ids] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def get(self, text: str, before: str, encode: Callable[[str, str], Ids]) -> Ids:
+        key = text, before
+        with self._lock:
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return known
+        ids = encode(text, before)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = ids
+                self._characters += len(text)
+            while self._characters > _KEPT_CHARACTERS:
+                (oldest, _), _ = self._kept.popitem(last=False)
+                self._characters -= len(oldest)
+        return ids

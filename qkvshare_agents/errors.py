@@ -63,3 +63,8 @@ class PackageNotFound(TransportError):
 
 class TransportTimeout(TransportError):
     """The deadline passed before the package was moved."""
+
+
+def printable(text: str) -> str:
+    """Others' text in one line of ours, without anything that a terminal or a log would obey."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -1,14 +1,14 @@
 """Between a host and other processes: what goes into a package, and what of a package may come in."""
 
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from qkvshare_agents import projection
-from qkvshare_agents.drift import WATCHED, Canary, canary_of, default_limit, divergence
+from qkvshare_agents.admission import Admitted
+from qkvshare_agents.drift import Canary, canary_of, default_limit, divergence, rows_of, weakness
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.kv_cache import KVShape
 from qkvshare_agents.ledger import Ledger
@@ -26,30 +26,28 @@ from qkvshare_agents.turn import Turn
 if TYPE_CHECKING:
     from qkvshare_agents.host import Host
 
-_REMEMBERED = 10_000
-
 
 class Exchange:
     """Makes and takes packages for one host, on its thread. Remembers which came in, so that none does twice."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, int] = OrderedDict()
+        self._admitted = Admitted()
         self._like: Snapshot | None = None  # state of the host's model, whatever of
 
     def export(
         self,
         host: "Host",
         turn: Turn,
-        have: frozenset[bytes],
+        prompt: Prompt,
+        have: Collection[bytes],
         handoff: str,
         metadata: Mapping[str, str],
         wider: bool,
     ) -> Package:
-        """What is stored of `turn`'s prompt before its newest user turn, and what members said in it."""
+        """What is stored of the turn's `prompt` before its newest user turn, and what members said in it."""
         engine = host.engine
         if refusal := _refusal(host):
             raise PackageError(f"there is no KV to hand over: {refusal}")
-        prompt = host.prompt(turn)
         last = max((end for end, _ in prompt.answers), default=prompt.settled)
         settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
         match, state = host.store.match(settled, turn.access.readers), None
@@ -80,17 +78,23 @@ class Exchange:
         )  # fmt: skip
 
     def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
-        """Store what came, or say why not. Nothing is stored unless all of it fits and says what its sender's said."""
-        engine = host.engine
-        projector = host.projector_from(package.fingerprint)
-        mismatch = None if projector else _mismatch(host, package)
-        if reason := _refusal(host) or mismatch or self._repeated(package):
+        """Store what came, or say why not. Nothing is stored or learnt unless all of it fits and says what its sender's
+        said."""
+        if reason := _refusal(host) or self._admitted.refusal(package, int(time.time() * 1000)):
             return Arrival((reason,))
-        if projector:
+        if projector := host.projector_from(package.fingerprint):
             heard = projection.adopt(host, projector, package, owners)
-            if not heard.reasons:
-                _learn(host.ledger, package)
-            return heard
+        else:
+            heard = self._store(host, package, owners)
+        if not heard.reasons:
+            self._admitted.note(package)
+            _learn(host.ledger, package)
+        return heard
+
+    def _store(self, host: "Host", package: Package, owners: tuple[str, ...]) -> Arrival:
+        engine = host.engine
+        if reason := _mismatch(host, package):
+            return Arrival((reason,))
         assert engine.shape is not None
         try:
             state = put_together(package.state, self._state_like(host)) if package.state else None
@@ -99,13 +103,12 @@ class Exchange:
         steps = [_on(engine.shape, step) for step in package.steps]
         (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
         came, settled = sum(tokens for _, tokens in runs), package.ids[:whole]
-        news = new or (state and not host.snapshots.holds(settled))
-        heard = _listen(host, package, runs, steps, state) if news and came == whole else Arrival()
-        if heard.reasons:
-            return heard
-        _learn(host.ledger, package)
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
+        news = new or (state and not host.snapshots.holds(settled))
+        heard = _listen(host, package, runs, steps, state) if news else Arrival()
+        if heard.reasons:
+            return heard
         stored = host.store.graft(package.ids, steps, owners, host.adapters)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
@@ -126,15 +129,6 @@ class Exchange:
         assert self._like is not None
         return self._like
 
-    def _repeated(self, package: Package) -> str | None:
-        now_ms = int(time.time() * 1000)
-        while self._seen and (len(self._seen) >= _REMEMBERED or next(iter(self._seen.values())) < now_ms):
-            self._seen.popitem(last=False)
-        if package.id in self._seen:
-            return "the package came in before; its pages are here, or were evicted since"
-        self._seen[package.id] = package.expires_ms
-        return None
-
 
 def _learn(ledger: Ledger, package: Package) -> None:
     for text, start, stop in package.ledger:
@@ -151,6 +145,8 @@ def _refusal(host: "Host") -> str | None:
 def _mismatch(host: "Host", package: Package) -> str | None:
     engine, shape = host.engine, host.engine.shape
     assert shape is not None
+    if not package.covered_tokens:
+        return "the package holds no KV"
     if differences := package.fingerprint.differences(host.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
     if sizes(package.groups) != sizes(shape.groups):
@@ -195,7 +191,7 @@ def _canary(
     """
     if host.settings.canary_limit == inf:
         return None, 0.0
-    count = min(WATCHED, len(ids), host.engine.context_tokens - len(ids) if state else WATCHED)
+    count = rows_of(len(ids), host.engine.context_tokens - len(ids) if state else None)
     if count < 1:
         raise PackageError("the context is full: there is no room behind the KV to compare it with its canary")
     logits = host.runner.expected(runs, ids, count, state, apart=True)
@@ -240,16 +236,18 @@ def _listen(
         return Arrival()
     if canary is None:
         return Arrival(("the package has no canary, and its KV is not used without one (canary_limit)",))
-    if state and len(ids) + canary.tokens > host.engine.context_tokens:
-        return Arrival(("the package's canary goes beyond the context",))
-    if max(map(max, canary.ids)) >= host.engine.model.get_input_embeddings().num_embeddings:
-        return Arrival(("the package's canary has token ids that the model has not",))
+    rows = rows_of(len(ids), host.engine.context_tokens - len(ids) if state else None)
+    vocabulary = host.engine.model.get_input_embeddings().num_embeddings
+    if rows < 1:
+        return Arrival(("the context is full: there is no room behind the KV to compare it with its canary",))
+    if weak := weakness(canary, rows, vocabulary):
+        return Arrival((weak,))
     started = time.perf_counter()
-    nats = divergence(canary, host.runner.expected(runs, ids, canary.tokens, state))
+    nats = divergence(canary, host.runner.expected(runs, ids, rows, state))
     ms = (time.perf_counter() - started) * 1000
     heard = Arrival((), canary_nats=nats if isfinite(nats) else None, canary_ms=ms)
     own = [page for (page, _), step in zip(runs, steps, strict=True) if page is not step.page]
-    widths, engine = _widths([page for page, _ in runs]) if own else (), host.engine
+    widths, engine = _widths(own) | {8} if own else (), host.engine  # own ones may be native, the sender's are not
     limit = limit or default_limit(engine.model.dtype, widths, noisy=engine.noisy)
     if nats <= limit:  # False for NaN
         return heard

@@ -66,6 +66,7 @@ class Host:
         self._runner = Runner(self)
         self._root = b""
         self._leaves_kv: dict[bytes, bool] = {}  # by fingerprint: whether its adapters change no KV
+        self._looked_at: Fingerprint | None = None  # the model's, by the work that runs
         self._thread = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="qkvshare-host", initializer=self._began)
         self._pid = os.getpid()
@@ -100,9 +101,17 @@ class Host:
             return self._engine
 
     @property
+    def own_fingerprint(self) -> Fingerprint:
+        """The model's own. On the host's thread it is taken once for a turn, or whatever else runs there."""
+        if threading.get_ident() != self._thread:
+            return self.engine.fingerprint
+        self._looked_at = self._looked_at or self.engine.fingerprint
+        return self._looked_at
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """Of what computes KV now: the base alone, where adapters leave its KV as it is and may share it."""
-        own = self.engine.fingerprint
+        own = self.own_fingerprint
         if own.lora_adapters == BASE or self.settings.lora == "refuse":
             return own
         if own.digest not in self._leaves_kv:
@@ -191,7 +200,7 @@ class Host:
 
     def projector_from(self, source: Fingerprint) -> Projector | None:
         """What makes that model's KV into this one's, if there is anything and the weights are what they were."""
-        wanted = source.digest.hex(), self.engine.fingerprint.digest.hex()
+        wanted = source.digest.hex(), self.own_fingerprint.digest.hex()
         return next((p for p in self._projectors if (p.source, p.target) == wanted), None)
 
     def _projector(self, path: str) -> Projector:
@@ -229,7 +238,12 @@ class Host:
         long as the turn that computed it was the last one here. Raises PackageError when nothing is stored, KV of this
         model can't be moved, or nothing wider is left.
         """
-        return self._wait_for(self._exchange.export, self, turn, frozenset(have), handoff, metadata or {}, wider)
+
+        def work() -> Package:
+            prompt = self.prompt(turn)
+            return self._exchange.export(self, turn, prompt, frozenset(have), handoff, metadata or {}, wider)
+
+        return self._wait_for(work)
 
     def adopt(self, package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Take another process' pages, for `owners` (nobody by default), and what its members said; returns why not,
@@ -252,9 +266,13 @@ class Host:
         if os.getpid() != self._pid:
             raise HostClosed("this host was opened before the process forked; open one in the child")
         try:
-            return self._worker.submit(work, *args)
+            return self._worker.submit(self._begin, work, *args)
         except RuntimeError as error:
             raise HostClosed(f"the host of {self.settings.model} is closed") from error
+
+    def _begin(self, work: Callable[..., T], *args: Any) -> T:
+        self._looked_at = None
+        return work(*args)
 
     def prompt(self, turn: Turn) -> Prompt:
         """The exact tokens that `turn` would be answered from now."""
@@ -290,6 +308,9 @@ class Host:
         if self._closed:
             raise HostClosed(f"the host of {self.settings.model} was closed before this turn began")
         try:
-            return self._runner.answer(turn, on_text, cancelled)
+            return self._answer(turn, on_text, cancelled)
         finally:
             self._notice.changed()
+
+    def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
+        return self._runner.answer(turn, on_text, cancelled)

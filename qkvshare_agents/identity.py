@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qkvshare_agents import fingerprint
 from qkvshare_agents.fingerprint import Fingerprint
-from qkvshare_agents.weights import Offloaded, Weight, named_weights
+from qkvshare_agents.weights import Offloaded, Weight, named_weights, plain_tensors
 
 BASE = "()"  # no adapter
 _WRAPPERS = ("base_layer", "original_module")
@@ -60,19 +60,27 @@ class Identity:
         Writes through `.data`, as when an adapter is merged, move no version counter: one element of every
         tensor is looked at, too.
         """
-        weights = [weight for _, weight in named_weights(self._model)]
-        elsewhere = [weight.stamp() for weight in weights if isinstance(weight, Offloaded)]
-        tensors = [weight for weight in (*weights, *elsewhere) if isinstance(weight, Tensor)]
+        tensors = plain_tensors(self._model)
+        files: frozenset[Any] = frozenset()
+        if tensors is None:
+            weights = [weight for _, weight in named_weights(self._model)]
+            elsewhere = [weight.stamp() for weight in weights if isinstance(weight, Offloaded)]
+            tensors = [weight for weight in (*weights, *elsewhere) if isinstance(weight, Tensor)]
+            files = frozenset(stamp for stamp in elsewhere if not isinstance(stamp, Tensor))
         versions = sum(t._version for t in tensors if not t.is_inference())
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                one = tensor.detach()[tuple(n // 2 for n in tensor.shape)]
-                by_device.setdefault(tensor.device, []).append(one.reshape(1).view(torch.uint8))
-        looked_at = tuple(bytes(torch.cat(held).cpu().tolist()) for held in by_device.values())
         places = hash(tuple(t.data_ptr() for t in tensors))
-        files = frozenset(stamp for stamp in elsewhere if not isinstance(stamp, Tensor))
-        return len(weights), versions, looked_at, places, files, in_effect(self._model)
+        return len(tensors), versions, _looked_at(tensors), places, files, in_effect(self._model)
+
+
+@torch.no_grad()
+def _looked_at(tensors: Sequence[Tensor]) -> tuple[bytes, ...]:
+    """One element of each, gathered in one piece from every device and dtype: each piece is waited for."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for t in tensors:
+        if t.numel():
+            at = t.storage_offset() + sum(n // 2 * step for n, step in zip(t.shape, t.stride(), strict=True))
+            alike.setdefault((t.device, t.dtype), []).append(t.as_strided((1,), (1,), at))
+    return tuple(bytes(torch.cat(held).view(torch.uint8).cpu().tolist()) for held in alike.values())
 
 
 def in_effect(model: PreTrainedModel) -> tuple[str, ...]:
@@ -160,8 +168,10 @@ def split(model: PreTrainedModel) -> tuple[dict[str, Weight], dict[str, dict[str
 
 def _adapted(model: PreTrainedModel) -> list[Any]:
     """Modules that an adapter has wrapped. By what they have: `peft` need not be installed."""
+    if not _settings(model):
+        return []
     wrapped: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-    return [m for m in wrapped if any(hasattr(m, name) for name in _WRAPPERS)] if _settings(model) else []
+    return [m for m in wrapped if any(hasattr(m, name) for name in _WRAPPERS)]
 
 
 def _places(module: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from qkvshare_agents.transport.shm import ShmTransport
 def find(name: str) -> Payload:
     """The package in the file `name`, or under the key `name` in the shm directory, mapped. Raises PackageNotFound."""
     path = Path(name)
-    if path.is_file():
-        with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise PackageError(f"{name} is empty")
-            return Payload([memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))])
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise PackageError(f"{name} is empty")
+                return Payload([memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))])
+    except (OSError, ValueError) as error:  # no right to read it, a name that is none, a file that can't be mapped
+        raise PackageError(f"{name[:80]!r} can't be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         check_key(name)
     except InvalidSetting:
@@ -80,28 +84,24 @@ def _run(m: Manifest, run: Run) -> dict[str, Any]:
 
 def show(described: Mapping[str, Any]) -> None:
     """Print the result of `describe`; equal runs that follow each other are one line."""
-    from datetime import datetime
-
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     d = described
-    console = Console()
-    expires = datetime.fromtimestamp(d["expires_ms"] / 1000).isoformat(" ", "seconds")
-    console.print(f"package {d['id']}: {d['nbytes']:,} bytes, {d['header_bytes']:,} of them header", highlight=False)
+    console = Console(highlight=False, markup=False)
+    console.print(f"package {d['id']}: {d['nbytes']:,} bytes, {d['header_bytes']:,} of them header")
     canary = f"a canary of {d['canary_tokens']} tokens" if d["canary_tokens"] else "no canary"
-    console.print(f"expires {expires}; {d['digest']}, signature {d['signature']}; {canary}", highlight=False)
+    console.print(f"expires {_date(d['expires_ms'])}; {d['digest']}, signature {d['signature']}; {canary}")
     console.print(
         f"KV of {d['covered_tokens']} of {d['tokens']} tokens, {d['answers']} answers; "
-        + in_words(LayerGroup(**group) for group in d["groups"]),
-        highlight=False,
+        + in_words(LayerGroup(**group) for group in d["groups"])
     )
     if d["state"]:
         layers = len({tensor["layer"] for tensor in d["state"]})
-        console.print(f"recurrent state of {layers} layers in {len(d['state'])} tensors", highlight=False)
+        console.print(f"recurrent state of {layers} layers in {len(d['state'])} tensors")
     for aspect, value in d["fingerprint"].items():
-        console.print(f"  {aspect:14} {value[:16]}", highlight=False)
+        console.print(f"  {aspect:14} {_printable(value[:16])}")
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for column in ("runs", "tokens", "native", "key bits", "value bits", "hops", ""):
         table.add_column(column, no_wrap=True)
@@ -117,6 +117,19 @@ def show(described: Mapping[str, Any]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _date(ms: int) -> str:
+    """Whatever a package says: calendars end in the year 9999."""
+    try:
+        return datetime.fromtimestamp(ms / 1000).isoformat(" ", "seconds")
+    except (OverflowError, OSError, ValueError):
+        return f"{ms} ms after 1970"
+
+
+def _printable(text: str) -> str:
+    """Whoever wrote the package may not move the cursor here."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _part(part: PartHead) -> dict[str, Any]:

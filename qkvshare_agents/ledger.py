@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,19 +13,21 @@ from qkvshare_agents.template import Ids
 
 Author = tuple[str, str]  # (scope, name) of a member
 _MOST_AUTHORS = 64  # of one text; then earlier ones are forgotten
+_MOST_ENTRIES = 50_000
 
 
 class Ledger:
     """Text that a member generated -> the ids it generated.
 
     Decoding and encoding again changes ids in a third of longer answers, so the ids are kept verbatim. The
-    oldest entries go when `capacity_tokens` is reached: then the text is encoded again, a shorter match.
+    entries used longest ago go when there are `capacity_tokens` (of 8 bytes), or too many entries: then the text is
+    encoded again, a shorter match.
     """
 
-    def __init__(self, capacity_tokens: int = 4_000_000) -> None:
+    def __init__(self, capacity_tokens: int = 2_000_000) -> None:
         self._capacity_tokens = capacity_tokens
         self._authors: dict[str, frozenset[Author]] = {}
-        self._entries: OrderedDict[str, Ids] = OrderedDict()
+        self._entries: OrderedDict[str, array[int]] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
 
@@ -36,8 +39,8 @@ class Ledger:
                 others = self._authors.get(key, frozenset())
                 self._authors[key] = frozenset({author}) | (others if len(others) < _MOST_AUTHORS else set())
             self._tokens += len(ids) - len(self._entries.pop(key, ()))
-            self._entries[key] = tuple(ids)
-            while self._tokens > self._capacity_tokens and len(self._entries) > 1:
+            self._entries[key] = array("q", ids)
+            while len(self._entries) > (1 if self._tokens > self._capacity_tokens else _MOST_ENTRIES):
                 oldest, dropped = self._entries.popitem(last=False)
                 self._tokens -= len(dropped)
                 self._authors.pop(oldest, None)
@@ -45,9 +48,10 @@ class Ledger:
     def find(self, key: str) -> Ids | None:
         with self._lock:
             ids = self._entries.get(key)
-            if ids is not None:
-                self._entries.move_to_end(key)
-            return ids
+            if ids is None:
+                return None
+            self._entries.move_to_end(key)
+            return tuple(ids)
 
     def authors(self, key: str) -> frozenset[Author]:
         """Who generated this: (scope, name); several, if they said the same."""
@@ -70,14 +74,16 @@ class Member:
 
 
 Members = Mapping[str, Member]
-_KEPT_SCOPES = 10_000
+_KEPT_SCOPES = 1000
+_MOST_MEMBERS = 256  # of a scope: outside of a team, all agents are in one
 
 
 @dataclass
 class Roster:
     """Members per scope (one scope per team), declared or learnt when their call comes through.
 
-    Scopes that learnt nothing for longest are forgotten first: then members are learnt anew, a shorter match.
+    Scopes that learnt nothing for longest are forgotten first, and so are a scope's earliest members: then they are
+    learnt anew, a shorter match.
     """
 
     _scopes: OrderedDict[str, dict[str, Member]] = field(default_factory=OrderedDict)
@@ -109,6 +115,8 @@ class Roster:
             if tools:
                 known = replace(known, tools=tuple(tools))
             members[name] = known
+            if len(members) > _MOST_MEMBERS:
+                del members[next(iter(members))]
             return known
 
     def identify(

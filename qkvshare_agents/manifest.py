@@ -22,6 +22,7 @@ MAX_RUNS = 2**14
 MAX_TOKENS = 2**24
 MAX_RUN_TOKENS = 2**16
 MAX_WIDTH = 2**16  # heads, head size
+MAX_HOPS = 2**16  # a handoff a second for 18 hours; counting stops there, so that what came in can always be sent on
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ def _run(entry: Any, layouts: int) -> Run:
         return Run(tokens, r["key"], r["sealed"], None)
     p = checks.table(r["page"], PageHead, "page")
     checks.hexadecimal(p["digest"], 64, "page.digest")
-    checks.whole(p["hops"], 0, 2**31, "page.hops")
+    checks.whole(p["hops"], 0, MAX_HOPS, "page.hops")
     checks.whole(p["layout"], 0, layouts - 1, "page.layout")
     return Run(tokens, r["key"], r["sealed"], PageHead(**p))
 

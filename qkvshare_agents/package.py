@@ -21,7 +21,7 @@ from qkvshare_agents.container import Contents, Entry
 from qkvshare_agents.drift import Canary
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.fingerprint import Fingerprint
-from qkvshare_agents.manifest import FORMAT, VERSION, Layout, Manifest, PageHead, PartHead, Plane, Run
+from qkvshare_agents.manifest import FORMAT, MAX_HOPS, VERSION, Layout, Manifest, PageHead, PartHead, Plane, Run
 from qkvshare_agents.manifest_extras import NATIVE_DTYPES, StateHead, StateTensor
 from qkvshare_agents.page import Page
 from qkvshare_agents.part import Part
@@ -31,6 +31,7 @@ from qkvshare_agents.span import LayerGroup
 from qkvshare_kernels.memory import Blocks
 
 LIFETIME_MS = 600_000
+MAX_LIFETIME_MS = 24 * 3_600_000  # a receiver remembers for as long what came in
 CLOCK_SKEW_MS = 60_000
 _LARGEST = torch.finfo(torch.float16).max
 _SMALLEST_SCALE = 2.0**-14
@@ -145,6 +146,12 @@ def read(payload: Payload, *, secret: str = "", now_ms: int | None = None) -> Pa
         raise PackageError(f"the package is dated {(described.created_ms - now_ms) / 1000:.0f} s in the future")
     if described.expires_ms < now_ms:
         raise PackageError(f"the package expired {(now_ms - described.expires_ms) / 1000:.0f} s ago")
+    lifetime_ms = described.expires_ms - described.created_ms
+    if lifetime_ms > MAX_LIFETIME_MS:
+        raise PackageError(
+            f"the package lives {lifetime_ms / 1000:.0f} s; one may live {MAX_LIFETIME_MS / 1000:.0f} s at most, so "
+            "that receivers can remember it as long"
+        )
     reader.check_padding()
     ids = reader.ids()
     steps = tuple(
@@ -199,7 +206,7 @@ class _Reader:
         layout = self.described.layouts[run.page.layout]
         of = self.described.balances
         keys, values = (tuple(_part(h, tensors, index, of) for h in heads) for heads in (layout.keys, layout.values))
-        return Page(run.tokens, keys, values, run.page.hops + 1)
+        return Page(run.tokens, keys, values, min(run.page.hops + 1, MAX_HOPS))
 
     def state(self) -> State | None:
         head = self.described.state
@@ -269,7 +276,7 @@ def _run(step: Step, digests: Iterator[str], layouts: dict[Layout, int], balance
     page, head = step.page, None
     if page:
         layout = Layout(*(tuple(_part_head(part, balances) for part in parts) for parts in (page.keys, page.values)))
-        head = PageHead(next(digests), page.hops, layouts.setdefault(layout, len(layouts)))
+        head = PageHead(next(digests), min(page.hops, MAX_HOPS), layouts.setdefault(layout, len(layouts)))
     return Run(step.tokens, step.key.hex(), step.sealed, head)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qkvshare_agents.drift import divergence
+from qkvshare_agents.drift import divergence, rows_of, weakness
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.package import Package
 from qkvshare_agents.projector import Projector
@@ -36,8 +36,11 @@ def adopt(host: "Host", projector: Projector, package: Package, owners: tuple[st
     if limit < inf:
         if package.canary is None:
             return Arrival(("the package has no canary, and its KV is not used without one (canary_limit)",))
-        kv.crop(len(ids) - package.canary.tokens)
-        nats = divergence(package.canary, engine.logits(kv, ids[kv.tokens :], package.canary.tokens))
+        rows = rows_of(len(ids))
+        if weak := weakness(package.canary, rows, engine.model.get_input_embeddings().num_embeddings):
+            return Arrival((weak,))
+        kv.crop(len(ids) - rows)
+        nats = divergence(package.canary, engine.logits(kv, ids[kv.tokens :], rows))
         if not nats <= limit:  # NaN, too
             reason = (
                 f"KV of another model is not used: projected, it is {nats:.2g} nats off what that model said (limit "
@@ -66,6 +69,6 @@ def _misfit(host: "Host", projector: Projector, package: Package) -> str | None:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
     if len(package.ids) > engine.context_tokens:
         return f"the package holds {len(package.ids)} tokens; the context has {engine.context_tokens}"
-    if package.canary and max(map(max, package.canary.ids)) >= vocabulary:
-        return "the package's canary has token ids that the model has not"
+    if not package.covered_tokens:
+        return "the package holds no KV"
     return None

@@ -32,7 +32,7 @@ from qkvshare_agents.snapshot import Snapshot
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start, with_state
 from qkvshare_agents.summary import Summaries
-from qkvshare_agents.transcript import Prompt, ledger_keys
+from qkvshare_agents.transcript import Prompt, ledger_key
 from qkvshare_agents.turn import Answer, Turn
 
 if TYPE_CHECKING:
@@ -99,14 +99,21 @@ class Runner:
 
     def _speaks_plainly(self) -> bool:
         """Whether what the model says is what its KV's fingerprint stands for: no adapter changes the end alone."""
-        return self._host.settings.lora == "refuse" or self._host.fingerprint == self._host.engine.fingerprint
+        return self._host.settings.lora == "refuse" or self._host.fingerprint == self._host.own_fingerprint
 
-    def answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
+    def answer(
+        self,
+        turn: Turn,
+        on_text: Callable[[str], None],
+        cancelled: Callable[[], bool],
+        prompt: Prompt | None = None,
+    ) -> Answer:
+        """prompt: the turn's, where it was laid out already."""
         engine = self._host.engine  # loading is no part of the turn
         started = time.perf_counter()
-        summed = self._summaries.shorten(turn, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
-        turn = summed.turn
-        prompt = self._host.prompt(turn)
+        prompt = prompt or self._host.prompt(turn)
+        summed = self._summaries.shorten(turn, prompt, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
+        turn, prompt = summed.turn, summed.prompt
         fixed = None if active_from(engine.model, prompt.ids) is None else "tokens in the prompt activate an adapter"
         fitted = self._composer.fit(turn, prompt, self._refusal(self._host.context_tokens) or fixed)
         prompt, room = fitted.prompt, self._host.context_tokens - fitted.tokens
@@ -138,8 +145,7 @@ class Runner:
         dropped_tokens = summed.dropped_tokens + fitted.dropped_tokens
         reasons += self._keep(start, (*prompt.ids, *speech.ids), prompt, turn)
         quantize_ms = _ms_since(sealing)
-        for key in ledger_keys(text, calls):
-            self._host.ledger.record(key, speech.spoken_ids, (turn.scope, turn.speaker.name))
+        self._host.ledger.record(ledger_key(text, calls), speech.spoken_ids, (turn.scope, turn.speaker.name))
         total_ms = _ms_since(started)
         replay_ms, replay_kl = replay(engine, whole(fitted).ids, first) if first is not None else (None, None)
         report = HandoffReport(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qkvshare_agents import models
-from qkvshare_agents.errors import QKVShareError
+from qkvshare_agents.errors import QKVShareError, printable
 from qkvshare_agents.residents import Resident, Residents
 from qkvshare_agents.shared_store import SharedPageStore
 from qkvshare_kernels import private
@@ -161,17 +161,17 @@ def lines(described: Mapping[str, Any]) -> Iterator[str]:
     stored, budget = d["stored_bytes"], d["budget_bytes"]
     share = 100 * stored / budget if budget else 100.0
     yield (
-        f"{_plain(d['model'])} (pid {d['pid']}, {_plain(d['precision'])}): {_mb(stored)} of {_mb(budget)} MB "
-        f"({share:.0f} %) in {d['pages']} pages, {d['evicted_pages']} evicted"
+        f"{printable(str(d['model']))} (pid {d['pid']}, {printable(str(d['precision']))}): "
+        f"{_mb(stored)} of {_mb(budget)} MB ({share:.0f} %) in {d['pages']} pages, {d['evicted_pages']} evicted"
     )
     if d["uniform_because"]:
-        yield f"  all layers alike: {_plain(d['uniform_because'])}"
+        yield f"  all layers alike: {printable(str(d['uniform_because']))}"
     yield f"  {'agent':20} {'tokens':>8} {'stored':>8} {'MB':>8} {'bits':>6}  widths of the next pages"
     for row in d["agents"]:
         bits = f"{row['average_bits']:.2f}" if row["average_bits"] else "native"
         counts = f"{row['tokens']:8} {row['stored_tokens']:8} {_mb(row['stored_bytes']):>8} {bits:>6}"
         widths = f"keys {_widths(row['key_bits'])}  values {_widths(row['value_bits'])}" if row["key_bits"] else ""
-        yield f"  {_plain(row['agent'])[:20]:20} {counts}  {widths}".rstrip()
+        yield f"  {printable(str(row['agent']))[:20]:20} {counts}  {widths}".rstrip()
     if others := d.get("others", 0) + d.get("forgotten", 0):
         yield f"  and {others} that spoke earlier"
 
@@ -183,8 +183,3 @@ def _widths(bits: Sequence[int]) -> str:
 
 def _mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f}"
-
-
-def _plain(text: Any) -> str:
-    """Without anything that a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in str(text))

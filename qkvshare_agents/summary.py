@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qkvshare_agents.fitting import Room, room_for
 from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.transcript import Message
+from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.turn import Turn
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Summed:
-    """A turn with fewer messages, which were `dropped_tokens` longer."""
+    """A turn with fewer messages, which were `dropped_tokens` longer, and its prompt."""
 
     turn: Turn
+    prompt: Prompt
     dropped_tokens: int = 0
     reasons: tuple[str, ...] = ()
 
@@ -38,15 +39,16 @@ class Summaries:
         self._known: OrderedDict[tuple[str, Messages], str] = OrderedDict()
         self._writing = False
 
-    def shorten(self, turn: Turn, write: Callable[[Turn], str]) -> Summed:
-        """`turn`, if it is too long with its older messages replaced by a summary. write: answers a turn.
+    def shorten(self, turn: Turn, prompt: Prompt, write: Callable[[Turn], str]) -> Summed:
+        """`turn`, if its prompt is too long with its older messages replaced by a summary. write: answers a turn.
 
         The newest message stays; if that alone is too long, the turn is still too long afterwards.
         """
-        room = room_for(self._host.context_tokens, turn.sampling.max_tokens)
-        before = self._tokens(turn)
-        if self._host.settings.fit != "summarise" or self._writing or not room.lacks(before) or len(turn.messages) < 2:
-            return Summed(turn)
+        if self._host.settings.fit != "summarise" or self._writing or len(turn.messages) < 2:
+            return Summed(turn, prompt)
+        room, before = room_for(self._host.context_tokens, turn.sampling.max_tokens), len(prompt.ids)
+        if not room.lacks(before):
+            return Summed(turn, prompt)
         messages, replaced = self._recall(turn)
         short = replace(turn, messages=messages)
         if room.lacks(self._tokens(short)):
@@ -56,11 +58,12 @@ class Summaries:
                 replaced = len(turn.messages) - (len(messages) - older)
                 self._keep(turn.scope, turn.messages[:replaced], text)
                 short = replace(turn, messages=(_summary(text), *messages[older:]))
-        after = self._tokens(short)
+        shorter = self._host.prompt(short)
+        after = len(shorter.ids)
         if after >= before:
-            return Summed(turn)
+            return Summed(turn, prompt)
         why = f"fitted: the {replaced} oldest messages were replaced by a summary, {after} instead of {before} tokens"
-        return Summed(short, before - after, (why,))
+        return Summed(short, shorter, before - after, (why,))
 
     def _recall(self, turn: Turn) -> tuple[Messages, int]:
         """The messages, the oldest of which are replaced by what is known to sum them up, and how many that are."""

@@ -67,6 +67,11 @@ def split_thought(text: str, opened: bool = False) -> tuple[str | None, str]:
     return thought.strip() or None, rest.lstrip("\r\n")
 
 
+def join_thought(thought: str | None, text: str) -> str:
+    """What `split_thought` separates, in one text."""
+    return f"<think>\n{thought}\n</think>\n\n{text}".rstrip("\n") if thought else text
+
+
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     """Instructions in the Hermes form, for a system message whose template knows no tools ("" without tools).
 

@@ -12,7 +12,7 @@ A prompt is a pure function of (messages, speaker, members, system, template, le
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, Literal
 
 from qkvshare_agents.errors import InvalidMessage
@@ -60,11 +60,6 @@ class Message:
 def ledger_key(text: str, calls: Sequence[ToolCall]) -> str:
     """What an answer is filed under: its text and its calls, so that one whose calls were edited is another."""
     return "\0".join([text, *(part for call in calls for part in (call.id, call.name, _sorted(call.arguments)))])
-
-
-def ledger_keys(text: str, calls: Sequence[ToolCall]) -> tuple[str, ...]:
-    """All that an answer is filed under: some frameworks drop the text beside calls."""
-    return tuple(dict.fromkeys((ledger_key(text, calls), ledger_key("" if calls else text, calls))))
 
 
 def _sorted(arguments: str) -> str:
@@ -132,7 +127,7 @@ def lay_out(
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
         if view.visible is not None:
             members = {name: member for name, member in members.items() if name in view.visible}
-        turns = _relay_turns(messages, speaker, members, ledger, view.handoffs)
+        turns = _relay_turns(messages, speaker, members, view.handoffs)
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
@@ -141,11 +136,18 @@ def lay_out(
     return _assemble(turns, system, tools, template, ledger)
 
 
+def answered(prompt: Prompt, said: Message, template: Template, ledger: Ledger) -> Prompt:
+    """What every later prompt begins with: `prompt` and `said`, the answer to it. As `lay_out` of the longer
+    conversation, without laying it out again."""
+    ids = prompt.ids[: len(prompt.ids) - len(template.thought)]
+    ids += tuple(ledger.find(said.ledger_key) or template.answer(_answer(said)))
+    return Prompt(ids, len(ids), (*prompt.answers, (len(ids), said.source)), prompt.header)
+
+
 def _relay_turns(
     messages: Sequence[Message],
     speaker: Member,
     members: Members,
-    ledger: Ledger,
     handoffs: Mapping[tuple[str, str], str],
 ) -> list[_Turn]:
     turns: list[_Turn] = []
@@ -167,8 +169,8 @@ def _relay_turns(
         introduced.add(name)
         return _Turn(_join(*texts, " ".join(filter(None, (label, instruction, handoff)))), (), answer)
 
-    for message in messages:
-        if _is_answer(message, speaker, members, ledger):
+    for message, following in zip_longest(messages, messages[1:]):
+        if _is_answer(message, following, speaker, members):
             turns.append(turn(message.source or unnamed, message))
             pending = []
         else:
@@ -177,12 +179,13 @@ def _relay_turns(
     return turns
 
 
-def _is_answer(message: Message, speaker: Member, members: Members, ledger: Ledger) -> bool:
-    """Whether a member said this. Frameworks show other members' answers as the user's."""
+def _is_answer(message: Message, following: Message | None, speaker: Member, members: Members) -> bool:
+    """Whether a member said this. Frameworks show other members' answers as the user's, and an orchestrator's prompts
+    to itself, which it answers next."""
     if message.role != "user" or message.source in _HUMAN:
         return message.role == "assistant"
-    if message.source == speaker.name:  # an orchestrator writes prompts to itself
-        return ledger.find(message.ledger_key) is not None
+    if message.source == speaker.name:
+        return following is not None and (following.role, following.source) != ("assistant", speaker.name)
     return message.source in members
 
 

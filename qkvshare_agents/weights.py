@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qkvshare_agents.errors import UnsupportedModel
 
 _EMPTY = torch.empty(0)
+_PLAIN = (Tensor, nn.Parameter)
 _SAID = (bool, int, float, str, torch.dtype, tuple, torch.Size)
 
 
@@ -62,6 +63,18 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
             yield from _parts(f"{prefix}state", {"CB": module.state.CB, "SCB": module.state.SCB})
         if isinstance(getattr(module, "meta", None), dict):  # HQQLinear
             yield from _parts(f"{prefix}meta", module.meta)
+
+
+def plain_tensors(model: nn.Module) -> list[Tensor] | None:
+    """The tensors of `named_weights`, found in a fraction of the time; None where some are more than plain ones."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        if "state" in module.__dict__ or "meta" in module.__dict__:
+            return None
+        found += [tensor for tensor in module._parameters.values() if tensor is not None]
+        passing = module._non_persistent_buffers_set
+        found += [t for name, t in module._buffers.items() if t is not None and name not in passing]
+    return found if all(type(t) in _PLAIN and not t.is_meta for t in found) else None
 
 
 def plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -14,10 +14,12 @@ from torch import Tensor
 from qkvshare_agents import registry
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.run import Run
 from qkvshare_agents.runner import Runner
 from qkvshare_agents.start import Start
-from qkvshare_agents.transcript import Prompt
+from qkvshare_agents.transcript import Prompt, lay_out
+from qkvshare_agents.turn import Turn
 
 Script = Callable[[str], str]
 MAX_DIFFERENCE = 1e-3
@@ -71,7 +73,25 @@ class ScriptedHost(Host):
         settings = {"precision": "native", **settings}
         super().__init__(HostSettings("scripted", **settings), ScriptedEngine(engine or tiny_engine(), script))
         self.prompts: list[Prompt] = []
+        self.restarts: list[tuple[str, str]] = []
         self._runner = _ScriptedRunner(self)
+
+    def prompt(self, turn: Turn) -> Prompt:
+        prompt = super().prompt(turn)
+        members, own = self.roster.members(turn.scope), self.settings
+        anew = lay_out(
+            turn.messages,
+            turn.speaker,
+            members,
+            template=self.engine.template,
+            ledger=Ledger(),
+            layout=own.layout,
+            system=own.system,
+            view=turn.view,
+        )
+        decode = self.engine.template.encoder.decode
+        self.restarts.append((decode(prompt.ids, keep_special=True), decode(anew.ids, keep_special=True)))
+        return prompt
 
     @property
     def texts(self) -> list[str]:
@@ -83,6 +103,8 @@ class ScriptedHost(Host):
 
     def assert_exact(self) -> None:
         assert self.prompts, "no turn ran"
+        for text, anew in self.restarts:
+            assert "".join(text.split()) == "".join(anew.split()), "what the messages say is not what the prompt says"
         assert self.engine.worst <= MAX_DIFFERENCE, f"a handoff moved the logits by {self.engine.worst}"
 
 

@@ -13,7 +13,7 @@ from qkvshare_agents.ledger import Ledger, Member, Roster
 from qkvshare_agents.prefix_tree import _MOST_OWNERS, SHORTEST_SLICE
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.toolcall import ToolCall
-from qkvshare_agents.transcript import Message, View, lay_out, ledger_key, ledger_keys
+from qkvshare_agents.transcript import Message, View, lay_out, ledger_key
 from qkvshare_agents.turn import Turn
 
 _ENGINE = tiny_engine()
@@ -133,8 +133,7 @@ def test_an_edited_call_is_another_answer() -> None:
     same, edited = ToolCall("call_1", "add", '{"b":2,"a":1}'), ToolCall("call_1", "add", '{"a": 1, "b": 3}')
     assert ledger_key("", [call]) == ledger_key("", [same]) != ledger_key("", [edited])
     assert len({ledger_key("x", [call]), ledger_key("", [call]), ledger_key("y", [call])}) == 3
-    assert ledger_keys("text", [call]) == (ledger_key("text", [call]), ledger_key("", [call]))
-    assert ledger_keys("text", []) == ("text",)
+    assert ledger_key("text", []) == "text"
     assert ledger_key("", [ToolCall("i", "f", "not json")]) == "\0i\0f\0not json"
 
 

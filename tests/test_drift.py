@@ -8,9 +8,9 @@ import packages
 import pytest
 import torch
 from scripted import ScriptedHost
-from support import tiny_engine, tiny_tokenizer
+from support import tiny_engine, tiny_model, tiny_tokenizer
 
-from qkvshare_agents import manifest, package
+from qkvshare_agents import exchange, manifest, package
 from qkvshare_agents.courier import Courier
 from qkvshare_agents.drift import (
     LIKELIEST,
@@ -275,7 +275,85 @@ def test_a_package_without_a_canary_is_not_believed() -> None:
     b = host()
     assert "no canary" in b.adopt(replace(out, canary=None))[0]
     assert b.store.page_count == 0
-    assert "has not" in b.adopt(replace(out, id="0" * 32, canary=Canary(((10_000,),), ((-1,),))))[0]
+    ids = (*out.canary.ids[:-1], (10_000, *out.canary.ids[-1][1:]))
+    assert "has not" in b.adopt(replace(out, canary=replace(out.canary, ids=ids)))[0]
+
+
+def no_kv(out: Package) -> Package:
+    """Noise in place of all KV, of the same kinds and sizes."""
+
+    def noise(tensor: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        if tensor.dtype == torch.uint8:
+            return torch.randint(0, 256, tensor.shape, dtype=torch.uint8, generator=generator)
+        return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.01
+
+    return on_pages(out, lambda page: _mapped(page, noise))
+
+
+UNLIKELY, EVEN = -100 * UNITS_PER_NAT, round(math.log(1 / 640) * UNITS_PER_NAT)
+WEAK = {
+    "one row of one unlikely token": Canary(((500,),), ((UNLIKELY,),)),
+    "one row": Canary((tuple(range(600, 616)),), ((EVEN,) * 16,)),
+    "more rows than are compared": Canary((tuple(range(600, 616)),) * 9, ((EVEN,) * 16,) * 9),
+    "rows of one token": Canary(((500,),) * 4, ((EVEN,),) * 4),
+    "rows of a token said often": Canary(((500,) * 16,) * 4, ((EVEN,) * 16,) * 4),
+    "rows of unlikely tokens": Canary((tuple(range(600, 616)),) * 4, ((UNLIKELY,) * 16,) * 4),
+    "rows of even tokens": Canary((tuple(range(600, 616)),) * 4, ((EVEN,) * 16,) * 4),
+    "all tokens even": Canary((tuple(range(256)),) * 4, ((EVEN,) * 256,) * 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("canary", WEAK.values(), ids=WEAK)
+def test_no_canary_without_the_model_speaks_for_noise(canary: Canary, dtype: torch.dtype) -> None:
+    """How much a canary has to say is not its sender's choice, also where 16 bits make the limit wide."""
+    _, messages, out = sent()
+    engine = ENGINE if dtype == torch.float32 else Engine.of(tiny_model().to(dtype), tiny_tokenizer())
+    b = Host(HostSettings("tiny", secret=""), engine)
+    lie = replace(no_kv(out), canary=canary, fingerprint=b.fingerprint)
+    if dtype != torch.float32:
+        lie = on_pages(lie, lambda page: _mapped(page, lambda t: t.to(dtype) if t.dtype == torch.float32 else t))
+    assert b.adopt(lie) and b.store.page_count == 0
+    assert b.ledger.find(messages[-1].text) is None
+
+
+def test_what_a_canary_does_not_name_was_no_likelier_than_what_it_names() -> None:
+    """By hand: four tokens, the canary names the third with 0.1; the receiver expects the first with 0.7."""
+    canary = Canary(((2,),), (round(math.log(0.1) * UNITS_PER_NAT),))
+    canary = replace(canary, logs=((canary.logs[0],),))
+    q = torch.tensor([[0.7, 0.1, 0.15, 0.05]])
+    # a third of 0.9 is more than 0.1: of the three others each had at most 0.1, and "all others" the rest
+    by_hand = 0.1 * math.log(0.1 / 0.15) + 0.1 * math.log(0.1 / 0.7) + 0.1 * math.log(0.1 / 0.1)
+    assert divergence(canary, q.log()) > by_hand
+    assert divergence(canary, q.log()) > 0.9 * math.log(0.9 / 0.85) + 0.1 * math.log(0.1 / 0.15)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_divergence_is_never_more_than_that_of_all_tokens(seed: int) -> None:
+    """Right KV gets no alarm because a canary names some tokens only."""
+    generator = torch.Generator().manual_seed(seed)
+    ours, theirs = (torch.randn(WATCHED, 300, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
+    for mine in (theirs, ours + theirs, theirs + 0.01 * ours):
+        p, q = theirs.log_softmax(-1), mine.log_softmax(-1)
+        whole = float((p.exp() * (p - q)).sum(-1).mean())
+        assert -1e-6 <= divergence(canary_of(theirs), mine) <= whole + 1e-5
+
+
+def test_the_width_of_what_came_does_not_widen_the_limit(monkeypatch) -> None:
+    """Only the receiver's own pages do: a sender would choose them."""
+    _, _, out = sent(precision="tiny")
+    b = host(precision="safe")
+    say(b, "a", [replace(TASK, text=TASK.text[:200])])
+    say(b, "a", [TASK])
+    b.store.resize(b.store.match(out.ids).pages[0].nbytes)  # the rest is evicted
+    b.store.resize(2**30)
+    here = b.store.held(out.ids)
+    steps = tuple(replace(step, page=None) if step.key in here else step for step in out.steps)
+    asked: list[set[int]] = []
+    monkeypatch.setattr(exchange, "default_limit", lambda _, widths, **__: asked.append(set(widths)) or math.inf)
+    assert here and b.take(carried(replace(out, steps=steps))).reasons == ()
+    assert asked == [{8}]
 
 
 def test_the_limit_can_be_set_and_switched_off() -> None:

@@ -8,7 +8,8 @@ import torch
 from scripted import ScriptedHost
 from support import SPECIAL, tiny_engine, tiny_model, tiny_tokenizer
 
-from qkvshare_agents import package
+from qkvshare_agents import manifest, package
+from qkvshare_agents.admission import Admitted
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import HostClosed, PackageError
 from qkvshare_agents.host import Host, HostSettings
@@ -24,6 +25,7 @@ TASK = Message(
     "user", "Say something long enough to fill a page or two of the cache, please, and then some more.", "user"
 )
 ENGINES = [tiny_engine(), tiny_engine()]
+PAGES = packages.pages(packages.PRECISIONS[0])
 
 
 def say(prompt: str) -> str:
@@ -153,6 +155,43 @@ def test_the_same_package_comes_in_once() -> None:
     out = a.export(turn(a, "b", answered(a, "a", [TASK])))
     assert b.adopt(out) == ()
     assert "came in before" in b.adopt(out)[0]
+
+
+def test_a_package_is_remembered_for_as_long_as_it_may_live() -> None:
+    def made(number: int, expires_ms: int) -> Package:
+        return packages.package(PAGES, id=f"{number:032x}", expires_ms=expires_ms)
+
+    admitted, first = Admitted(most=3), made(0, 10_000_000)
+    for number, expires_ms in ((0, 10_000_000), (1, 5_000), (2, 4_000)):
+        assert admitted.refusal(made(number, expires_ms), 0) is None
+        admitted.note(made(number, expires_ms))
+    assert "came in before" in admitted.refusal(first, 0)
+    assert "remembers no more" in admitted.refusal(made(3, 9_000), 0), "else an earlier one could come again"
+    later = 5_001 + package.CLOCK_SKEW_MS
+    assert admitted.refusal(made(3, 9_000), later) is None
+    assert "came in before" in admitted.refusal(first, later)
+    assert len(admitted._ids) == len(admitted._ends) == 1
+
+
+def test_what_was_refused_may_come_again() -> None:
+    a, b = scripted(0), scripted(1)
+    out = a.export(turn(a, "b", answered(a, "a", [TASK])))
+    left_out = replace(out, steps=tuple(replace(step, page=None) for step in out.steps))
+    assert "came over" in b.adopt(left_out)[0]
+    assert b.adopt(out) == ()
+    assert "holds no KV" in b.adopt(replace(out, id="1" * 32, steps=()))[0]
+
+
+@pytest.mark.parametrize("hops", [manifest.MAX_HOPS - 1, manifest.MAX_HOPS, 2**31, 2**70])
+def test_whatever_came_in_can_be_sent_on(hops: int) -> None:
+    a, b = scripted(0), scripted(1)
+    messages = answered(a, "a", [TASK])
+    out = a.export(turn(a, "b", messages))
+    far = replace(out, steps=tuple(replace(step, page=replace(step.page, hops=hops)) for step in out.steps))
+    assert b.adopt(carried(far)) == ()
+    messages = answered(b, "b", messages)
+    back = carried(b.export(turn(b, "a", messages)))
+    assert {step.page.hops for step in back.steps} == {manifest.MAX_HOPS}
 
 
 def test_foreign_ids_do_not_come_in() -> None:

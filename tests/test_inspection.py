@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import fields, replace
 
 import pytest
 from packages import PRECISIONS, SECRET, flat, package, pages, state
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from qkvshare_agents import inspection
 from qkvshare_agents.cli import app
 from qkvshare_agents.errors import InvalidSetting, PackageError, PackageNotFound
+from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.package import Package
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.transport import shm
@@ -77,6 +79,23 @@ def test_damaged_files_are_errors(tmp_path) -> None:
         path.write_bytes(data)
         with pytest.raises(PackageError):
             inspection.describe(inspection.find(str(path)))
+
+
+def test_whatever_a_package_says_can_be_shown(tmp_path) -> None:
+    """Markup, control characters and dates that no calendar has."""
+    path = tmp_path / "x"
+    odd = Fingerprint(*("[/b]\x1b[2J\r\n" for _ in fields(Fingerprint)))
+    for made in (replace(sent(), fingerprint=odd), sent(expires_ms=2**53), sent(expires_ms=0), sent(created_ms=2**53)):
+        path.write_bytes(flat(made.write()))
+        shown = invoke("inspect", str(path))
+        assert "package " in shown and "\x1b[2J" not in shown
+        json.loads(invoke("inspect", str(path), "--json"))
+
+
+def test_names_that_can_not_be_read_are_errors(tmp_path) -> None:
+    for name in ("x" * 5000, str(tmp_path), "a\0b", "../" * 40, "[/b]"):
+        with pytest.raises((PackageError, InvalidSetting)):
+            inspection.find(name)
 
 
 def test_packages_are_listed_and_collected(folder) -> None:

@@ -48,7 +48,8 @@ ALGORITHMS = [
     pytest.param("blake3", marks=pytest.mark.skipif(integrity.preferred() != "blake3", reason="blake3 not installed")),
 ]
 # No test may fail, or pass, because all of them together take longer than a package lives
-_SMALL_PACKAGE = package(pages(PRECISIONS[1], count=1, open_tokens=1), expires_ms=4_000_000_000_000)
+_NOW_MS = int(time.time() * 1000)
+_SMALL_PACKAGE = package(pages(PRECISIONS[1], count=1, open_tokens=1), expires_ms=_NOW_MS + 12 * 3_600_000)
 SMALL = flat(_SMALL_PACKAGE.write(secret=SECRET, algorithm="sha256"))
 SMALL_WITH_STATE = flat(replace(_SMALL_PACKAGE, state=state(17)).write(secret=SECRET, algorithm="sha256"))
 
@@ -363,6 +364,15 @@ def test_expired_and_future_packages_are_refused() -> None:
         read(sent.write(), now_ms=900_000)
 
 
+@pytest.mark.parametrize(("created_ms", "expires_ms"), [(1_000_000, 2**53), (0, 2**53), (0, 86_400_001)])
+def test_no_package_lives_longer_than_receivers_remember(created_ms: int, expires_ms: int) -> None:
+    sent = package(pages(PRECISIONS[0]), created_ms=created_ms, expires_ms=expires_ms)
+    with pytest.raises(PackageError, match="at most"):
+        read(sent.write(), now_ms=1_500_000)
+    day = replace(sent, expires_ms=created_ms + package_module.MAX_LIFETIME_MS)
+    assert read(day.write(), now_ms=1_500_000).id == sent.id
+
+
 # -- damage ------------------------------------------------------------------------------------------------------
 
 
@@ -520,6 +530,7 @@ EDITS = {
     "5 bits": lambda m, e: key_part(m)["plane"].update(bits=5),
     "an unknown codec": lambda m, e: m.update(algorithm="md5"),
     "half a surrogate pair": lambda m, e: m.update(handoff="\ud800"),
+    "hops beyond the last that is counted": lambda m, e: m["runs"][0]["page"].update(hops=manifest.MAX_HOPS + 1),
     "a ledger entry beyond the ids": lambda m, e: m["ledger"].append(["x", 1, 10**6]),
     "a ledger entry backwards": lambda m, e: m["ledger"].append(["x", 5, 5]),
     "a digest that is none": lambda m, e: m["runs"][0]["page"].update(digest="../../etc"),

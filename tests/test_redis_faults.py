@@ -5,11 +5,13 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from servers import PASSWORD, certificates, free_port, server, trickle, valkey  
 from qkvshare_agents.errors import InvalidSetting, PackageNotFound, TransportError, TransportTimeout
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.transport.redis import RedisTransport
+from qkvshare_agents.transport.replies import Announcements, UnaskedReply
 
 LONG_MS = 20_000
 SLACK_MS = 400  # of a busy machine
@@ -218,7 +221,7 @@ def test_a_peer_of_a_byte_at_a_time(first: bytes) -> None:
         t = transport(f"redis://127.0.0.1:{port}/0")
         for call in (lambda: t.get("a", deadline_ms=300), lambda: t.put("a", payload(), deadline_ms=300)):
             started = time.monotonic()
-            with fails(TransportError, "no answer|can't be used", within_ms=300):
+            with fails(TransportError, "no answer|can't be used|answered with", within_ms=300):
                 call()
             assert (time.monotonic() - started) * 1000 < 300 + SLACK_MS
         await_no_threads()
@@ -261,6 +264,33 @@ def test_urls_that_are_refused() -> None:
     RedisTransport("redis://example.org:6379/0", unencrypted=True)
     with pytest.raises(InvalidSetting, match="no key"):
         RedisTransport("redis://localhost", prefix="*")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://localhost:port/0", "redis://:pa/ss-s3cret@localhost/0", "redis://localhost/zero", "redis://[::1/0"),
+        *("redis://localhost:99999/0", "redis://localhost/0?s3cret=1", "redis://localhost/0?db=s3cret"),
+        *("rediss://localhost/0?ssl_cert_reqs=s3cret", "redis://localhost?socket_timeout=s3cret"),
+    ],
+)
+def test_bad_urls_are_refused_before_the_first_call(url: str) -> None:
+    with pytest.raises(InvalidSetting, match="url") as error:
+        RedisTransport(url)
+    assert "s3cret" not in str(error.value) and error.value.__suppress_context__
+
+
+@pytest.mark.parametrize("name", ["chunk_bytes", "max_package_bytes"])
+@pytest.mark.parametrize("value", [0, -1, "4MB", 1.5, None, True])
+def test_bad_sizes_are_refused_before_the_first_call(name: str, value: object) -> None:
+    with pytest.raises(InvalidSetting, match=name):
+        RedisTransport("redis://localhost", **{name: value})
+
+
+def test_chunks_that_no_reader_takes_are_not_written() -> None:
+    for size in (2**16 - 1, 2**29 + 1):
+        with pytest.raises(InvalidSetting, match="65,536"):
+            RedisTransport("redis://localhost", chunk_bytes=size)
 
 
 def test_tls(tmp_path: Path) -> None:
@@ -345,3 +375,97 @@ def test_kill_9_during_a_put(valkey: str) -> None:  # noqa: F811
     assert t.get("a", deadline_ms=LONG_MS).nbytes == payload().nbytes
     t.close()
     admin.close()
+
+
+@contextlib.contextmanager
+def answering(reply: bytes, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The url of a peer that answers everything with the same bytes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    if tls:
+        listener = tls.wrap_socket(listener, server_side=True)
+
+    def talk(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            while connection.recv(65536):
+                connection.sendall(reply)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=talk, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"{'rediss' if tls else 'redis'}://127.0.0.1:{listener.getsockname()[1]}/0"
+    finally:
+        listener.close()
+
+
+UNASKED = {
+    "array": b"*300000000\r\n",
+    "small array": b"*1\r\n$1\r\nx\r\n",
+    "no array": b"*-1\r\n",
+    "nesting": b"*1\r\n" * 1000,
+    "map": b"%2\r\n",
+    "push": b">1\r\n",
+    "string": b"$2147483647\r\n",
+    "string of more than was asked for": b"$70000\r\n" + b"x" * 70_000 + b"\r\n",
+    "length that is no number": b"$1_0\r\n",
+    "other kind of line end": b"+OK\n*300000000\r\n",
+    "line end within a line": b"+OK\r*300000000\r\n",
+    "line without end": b"+" + b"x" * 10_000,
+    "array behind a good reply": b"+OK\r\n$1\r\nx\r\n*300000000\r\n",
+}
+
+
+@pytest.mark.parametrize("parser", ["hiredis", "python"])
+@pytest.mark.parametrize("reply", UNASKED.values(), ids=UNASKED)
+def test_replies_that_announce_what_was_not_asked_for(
+    reply: bytes, parser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if parser == "python":
+        from redis._parsers import _RESP2Parser
+
+        monkeypatch.setattr(redis.connection.Connection, "set_parser", _with(_RESP2Parser))
+    with answering(reply) as url:
+        t = transport(url)
+        for call in (lambda: t.missing(["a"]), lambda: t.get("a"), lambda: t.put("a", payload())):
+            with fails(TransportError, "answered with", within_ms=500):
+                call()
+    await_no_threads()
+
+
+def test_replies_over_tls_are_read_along_too(tmp_path: Path) -> None:
+    certificates(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    for reply, outcome in ((UNASKED["array"], "answered with"), (b"-ERR busy\r\n", "busy")):
+        with answering(reply, tls) as url, fails(TransportError, outcome, within_ms=LONG_MS):
+            transport(f"{url}?ssl_ca_certs={tmp_path / 'ca.pem'}").get("a", deadline_ms=LONG_MS)
+
+
+def _with(parser: type) -> Callable[..., None]:
+    def set_parser(self: redis.connection.Connection, _: type) -> None:
+        self._parser = parser(socket_read_size=self._socket_read_size)
+
+    return set_parser
+
+
+def test_what_is_read_along_is_what_came() -> None:
+    """However the bytes are cut, good replies pass and the size of strings is kept to."""
+    good = b"+OK\r\n:12\r\n$5\r\na\nb\r\n\r\n$-1\r\n$0\r\n\r\n-ERR no\r\n"
+    for cut in range(len(good) + 1):
+        seen = Announcements()
+        seen.most_bytes = 5
+        for part in (good[:cut], good[cut:]):
+            seen.read(part, len(part))
+        with pytest.raises(UnaskedReply, match="6 bytes"):
+            seen.read(b"$6\r\n", 4)
+
+
+def test_control_characters_of_a_server_reach_no_log() -> None:
+    with answering(b"-ERR \x1b[2Jfake \x07\xe2\x80\xae line\r\n") as url:
+        t = transport(url)
+        with pytest.raises(TransportError, match="fake") as error:
+            t.get("a")
+        assert str(error.value).isprintable()

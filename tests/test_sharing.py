@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,16 @@ from qkvshare_agents import registry
 from qkvshare_agents.access import Access
 from qkvshare_agents.courier import Courier
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import HostConflict, InvalidSetting
+from qkvshare_agents.errors import HostConflict, InvalidSetting, TransportTimeout
 from qkvshare_agents.eval import families
 from qkvshare_agents.host import Host, HostSettings
+from qkvshare_agents.package import read
+from qkvshare_agents.payload import Payload
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.sharing import SharingHost
 from qkvshare_agents.transcript import Message
+from qkvshare_agents.transport import interface
+from qkvshare_agents.transport.interface import Transport
 from qkvshare_agents.transport.shm import ShmTransport
 from qkvshare_agents.turn import Turn
 
@@ -104,16 +109,17 @@ def test_only_new_pages_travel_and_a_late_process_finds_the_earlier_ones(folder:
 
 
 def test_parts_that_are_gone_are_text_with_a_reason(folder: Path) -> None:
+    """Words of a package whose KV is not used are not used either: the text is encoded as by whoever finds nothing."""
     a, b, c, alone = open_host(), open_host(), open_host(), open_host(share="", handoff=False)
-    messages, again = [TASK], [TASK]
+    messages = [TASK]
     for turn in range(4):
         say((a, b)[turn % 2], NAMES[turn % 2], messages)
-        say(alone, NAMES[turn % 2], again)
     transport = ShmTransport()
     newest = max(transport.files(), key=lambda file: file.expires_s)
     for file in list(transport.files()):
         if file.key != newest.key:
             transport.delete(file.key)
+    again = list(messages)
     say(c, "c", messages)
     say(alone, "c", again)
     assert messages == again
@@ -225,3 +231,127 @@ def test_packages_of_others_can_not_name_endless_parts(folder: Path) -> None:
     say(b, "b", messages)
     assert time.monotonic() - started < 20
     assert modes(b) == ["TEXT"] and "not here" in b.reports[0].reasons[0]
+
+
+class Clock:
+    """Stands for `time` in the transports' interface."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def monotonic(self) -> float:
+        return self.ms / 1000
+
+
+class Stalling:
+    """A transport whose calls for some keys are never answered; every other one takes a millisecond of `clock`."""
+
+    name, crosses_machines = "stalling", False
+
+    def __init__(self, inner: Transport, clock: Clock, stalls: Callable[[str, str], bool]) -> None:
+        self.inner, self.clock, self.stalls = inner, clock, stalls
+        self.calls: list[str] = []
+
+    def put(self, key: str, payload: Payload, *, deadline_ms: float, lifetime_ms: int) -> None:
+        self.wait("put", key, deadline_ms)
+        self.inner.put(key, payload, lifetime_ms=lifetime_ms, deadline_ms=20_000)
+
+    def get(self, key: str, *, deadline_ms: float) -> Payload:
+        self.wait("get", key, deadline_ms)
+        return self.inner.get(key, deadline_ms=20_000)
+
+    def missing(self, keys: list[str], *, deadline_ms: float) -> list[str]:
+        self.wait("missing", keys[0], deadline_ms)
+        return self.inner.missing(keys, deadline_ms=20_000)
+
+    def wait(self, call: str, key: str, deadline_ms: float) -> None:
+        self.calls.append(call)
+        if self.stalls(call, key):
+            self.clock.ms += deadline_ms
+            raise TransportTimeout("no answer")
+        self.clock.ms += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(interface, "time", clock)
+    return clock
+
+
+STALLS = {
+    "looking": lambda call, key, newest: call == "missing",
+    "the newest package": lambda call, key, newest: call == "get" and key == newest,
+    "all that it builds on": lambda call, key, newest: call == "get" and key != newest,
+    "all reads": lambda call, key, newest: call == "get",
+    "publishing": lambda call, key, newest: call == "put",
+    "everything": lambda call, key, newest: True,
+}
+
+
+@pytest.mark.parametrize("named", [0, 32])
+@pytest.mark.parametrize("stalls", STALLS.values(), ids=STALLS)
+def test_a_turn_waits_one_deadline_whatever_stalls_and_then_there_is_a_pause(
+    stalls: Callable[..., bool], named: int, folder: Path, clock: Clock
+) -> None:
+    a, b, c = open_host(), open_host(), open_host()
+    messages = [TASK]
+    for turn in range(4):
+        say((a, b)[turn % 2], NAMES[turn % 2], messages)
+    newest = max(ShmTransport().files(), key=lambda file: file.expires_s).key
+    if named:  # a package that names more parts than there are
+        package = read(ShmTransport().get(newest))
+        parts = " ".join(f"{number:032x}" for number in range(named))
+        steps = tuple(replace(step, page=None) if step.sealed else step for step in package.steps)
+        package = replace(package, id="0" * 32, steps=steps, metadata={**package.metadata, "parts": parts})
+        ShmTransport().delete(newest)
+        ShmTransport().put(newest, Payload([b"".join(package.write().pieces)]))
+    slow = c._transport = c._courier._transport = Stalling(
+        ShmTransport(), clock, lambda call, key: stalls(call, key, newest)
+    )
+    clock.ms = 0.0
+    say(c, "c", messages)
+    assert clock.ms <= SharingHost.deadline_ms and len(slow.calls) <= 40
+    assert c.reports[0].mode.value == "KV" or c.reports[0].reasons
+    calls = len(slow.calls)
+    say(c, "c", [TASK, Message("assistant", "Something else.", "a"), Message("user", "Go on.", "user")])
+    assert len(slow.calls) == calls, "in the pause nothing is asked of the store"
+
+
+def test_the_deadline_is_the_transports_alone(clock: Clock) -> None:
+    deadline = interface.TurnDeadline(500)
+
+    def takes(ms: float) -> Callable[[float], float]:
+        def call(left_ms: float) -> float:
+            clock.ms += ms
+            return left_ms
+
+        return call
+
+    assert deadline.run(takes(200)) == 500
+    clock.ms += 10_000  # what the turn computes
+    assert deadline.run(takes(300)) == pytest.approx(300) and not deadline.failed
+    with pytest.raises(TransportTimeout, match="500 ms"):
+        deadline.run(takes(1))
+    assert deadline.failed
+
+
+def test_a_directory_of_others_is_text_with_a_reason_until_it_is_gone(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        a, b = open_host(), open_host()
+    assert len(caplog.records) == 2 and "chmod 700" in caplog.text
+    messages = [TASK]
+    say(a, "a", messages)
+    say(b, "b", messages)
+    assert modes(b) == ["TEXT"] and any("chmod 700" in reason for reason in b.reports[0].reasons)
+    folder.rmdir()
+    for host, name in ((a, "a"), (b, "b"), (a, "a")):
+        host._paused_until = 0.0
+        say(host, name, messages)
+    assert modes(a)[-1] == "KV" and a.reports[-1].transfer_ms
+    for host in (a, b):
+        host.close()

@@ -159,9 +159,9 @@ def test_where_it_goes_by_default(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     name = f"qkvshare-{os.geteuid()}"
-    assert default_directory() == Path("/dev/shm") / name
-    there.remove("/dev/shm")
     assert default_directory() == tmp_path / name
+    there.remove(str(tmp_path))
+    assert default_directory() == Path("/dev/shm") / name
     there.clear()
     assert default_directory() == Path(tempfile.gettempdir()) / name
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from qkvshare_agents.toolcall import (
     ToolCall,
     calls_text,
+    join_thought,
     parse_tool_calls,
     result_text,
     split_thought,
@@ -224,6 +225,11 @@ THOUGHTS = {
 @pytest.mark.parametrize(("text", "opened", "expected"), THOUGHTS.values(), ids=THOUGHTS)
 def test_split_thought(text: str, opened: bool, expected: tuple[str | None, str]) -> None:
     assert split_thought(text, opened) == expected
+
+
+@given(st.none() | st.text().map(str.strip).filter(lambda t: t and "</think>" not in t), st.text().map(str.strip))
+def test_a_thought_and_a_text_are_told_apart_again(thought: str | None, text: str) -> None:
+    assert split_thought(join_thought(thought, text)) == (thought, text) or (not thought and "<think>" in text)
 
 
 def test_tools_text() -> None:

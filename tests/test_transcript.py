@@ -16,7 +16,7 @@ from qkvshare_agents.errors import InvalidMessage
 from qkvshare_agents.ledger import Ledger, Member, Members
 from qkvshare_agents.template import Ids, Template
 from qkvshare_agents.toolcall import ToolCall, result_text
-from qkvshare_agents.transcript import LAYOUTS, NO_RESULT, Message, Prompt, lay_out, ledger_key
+from qkvshare_agents.transcript import LAYOUTS, NO_RESULT, Message, Prompt, answered, lay_out, ledger_key
 
 TEMPLATES = {name: Template(tokenizer(name)) for name in FAMILIES}
 CHATML, QWEN = TEMPLATES["chatml"], TEMPLATES["qwen3"]
@@ -314,11 +314,11 @@ def test_messages_repeated_after_a_cancelled_call() -> None:
 
 
 def test_own_words_that_come_back_as_a_user_message() -> None:
-    """LangGraph nodes may store answers as named user messages, which all agents then see alike."""
+    """A team that goes on with earlier messages, or nodes that store answers as named user messages."""
     team = Team(CODER, TESTER)
     first = team.answer("coder", user(TASK), text=CODE)
     for viewer in ("coder", "tester"):
-        assert continues(team.prompt(viewer, user(TASK), user(CODE, "coder")), first)
+        assert continues(team.prompt(viewer, user(TASK), user(CODE, "coder"), user("More.")), first)
 
 
 def test_an_unnamed_caller() -> None:
@@ -454,3 +454,19 @@ def test_the_ids_of_an_answer_are_the_generated_ones() -> None:
 def test_the_last_answerer_within_some_tokens() -> None:
     prompt = Prompt(tuple(range(100)), 80, ((30, "coder"), (60, "tester")))
     assert [prompt.last_answerer(t) for t in (0, 28, 29, 58, 59, 100)] == ["", "", "coder", "coder", "tester", "tester"]
+
+
+@pytest.mark.parametrize("generated", [True, False], ids=["generated", "written"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_prompt_and_its_answer_begin_every_later_prompt(template: Template, layout: str, generated: bool) -> None:
+    ledger, members = Ledger(), {"coder": CODER, "tester": TESTER}
+    options = {"template": template, "ledger": ledger, "layout": layout}
+    messages = [user(TASK), said("coder", CODE), said("tester", TEST)]
+    answer = said("coder", CODE2)
+    if generated:
+        ledger.record(answer.ledger_key, [*template.answer("def "), *template.answer("add(*n): ...")])
+    short = answered(lay_out(messages, CODER, members, **options), answer, template, ledger)
+    longer = lay_out([*messages, answer, user("And now?")], CODER, members, **options)
+    assert longer.ids[: len(short.ids)] == short.ids
+    assert short.answers == longer.answers and short.header == longer.header and short.settled == len(short.ids)

@@ -17,7 +17,7 @@ from autogen_core.tools import Tool, ToolSchema
 from pydantic import BaseModel
 
 from qkvshare_agents.errors import InvalidMessage, InvalidSetting
-from qkvshare_agents.toolcall import ToolCall
+from qkvshare_agents.toolcall import ToolCall, join_thought, split_thought
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Answer
 
@@ -40,7 +40,7 @@ def to_messages(messages: Sequence[LLMMessage]) -> tuple[Message, ...]:
         elif isinstance(message, UserMessage):
             converted.append(Message("user", _user_text(message), message.source))
         elif isinstance(message, AssistantMessage):
-            converted.append(_assistant(message))
+            converted += _assistant(message)
         elif isinstance(message, FunctionExecutionResultMessage):
             converted += [Message("tool", r.content, call_id=r.call_id, tool=r.name) for r in message.content]
         else:
@@ -68,22 +68,30 @@ def to_schemas(tools: Sequence[Tool | ToolSchema]) -> tuple[dict[str, Any], ...]
 
 
 def to_result(answer: Answer) -> CreateResult:
-    """`cached` stays False: the KV was reused, the completion was not. Text beside tool calls is the thought."""
+    """`cached` stays False: the KV was reused, the completion was not.
+
+    Text beside tool calls is part of the thought, the one place that AutoGen has for it. A thought proper is then
+    marked the way models write it, so that `to_messages` tells them apart when the conversation comes back.
+    """
     calls = [FunctionCall(id=c.id, name=c.name, arguments=c.arguments) for c in answer.calls]
     return CreateResult(
         finish_reason="function_calls" if calls else "length" if answer.finish_reason == "length" else "stop",
         content=calls or answer.text,
         usage=RequestUsage(answer.prompt_tokens, answer.completion_tokens),
         cached=False,
-        thought=answer.thought or (answer.text or None if calls else None),
+        thought=(join_thought(answer.thought, answer.text) if calls else answer.thought) or None,
     )
 
 
-def _assistant(message: AssistantMessage) -> Message:
+def _assistant(message: AssistantMessage) -> list[Message]:
+    """What was said, in content or beside calls. A handoff gives its sender's thought to the target as an answer,
+    which is none when nothing was said."""
+    told = message.content if isinstance(message.content, str) else message.thought or ""
+    said = split_thought(told)[1] if "</think>" in told else told
     if isinstance(message.content, str):
-        return Message("assistant", message.content, message.source)
+        return [Message("assistant", said, message.source)] if said or not told else []
     calls = tuple(ToolCall(c.id, c.name, c.arguments) for c in message.content)
-    return Message("assistant", "", message.source, calls)
+    return [Message("assistant", said, message.source, calls)]
 
 
 def _user_text(message: UserMessage) -> str:

@@ -58,7 +58,8 @@ def to_messages(messages: Sequence[BaseMessage], caller: Caller, ledger: Ledger)
         elif isinstance(message, SystemMessage):
             converted.append(Message("system", text))
         elif isinstance(message, HumanMessage):
-            converted.append(Message("user", text, message.name or "user"))
+            own = bool(message.name) and message.name == caller.name  # nodes may store answers as named messages
+            converted.append(Message("assistant" if own else "user", text, message.name or "user"))
         elif isinstance(message, ChatMessage) and message.role in _ROLES:
             converted.append(Message(_ROLES[message.role], text, message.name or ""))
         else:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from qkvshare_agents.errors import InvalidSetting, TransportTimeout
+from qkvshare_agents.errors import InvalidSetting, PackageNotFound, TransportError, TransportTimeout
 from qkvshare_agents.payload import Payload
 
 DEADLINE_MS = 500.0
@@ -48,9 +48,7 @@ class Deadline:
     """One span of time for a whole call, however many steps it takes."""
 
     def __init__(self, limit_ms: float) -> None:
-        if not 0 < limit_ms < float("inf"):
-            raise InvalidSetting(f"deadline_ms must be positive and finite, not {limit_ms}")
-        self.limit_ms = limit_ms
+        self.limit_ms = check_deadline(limit_ms)
         self._end = time.monotonic() + limit_ms / 1000
 
     @property
@@ -60,6 +58,38 @@ class Deadline:
         if left <= 0:
             raise TransportTimeout(f"the deadline of {self.limit_ms:.0f} ms passed")
         return left
+
+
+class TurnDeadline:
+    """One span of time for all that is moved for a turn, however many calls that takes.
+
+    Its clock runs only while one of them does: what the turn computes in between is not the transport's. failed:
+    whether a call ended otherwise than with what was asked for, or that it is not there.
+    """
+
+    def __init__(self, limit_ms: float) -> None:
+        self.limit_ms = self._left_ms = check_deadline(limit_ms)
+        self.failed = False
+
+    def run(self, call: Callable[[float], T]) -> T:
+        """What `call` returns, which is told how many milliseconds are left. Raises TransportTimeout when none are."""
+        started = time.monotonic()
+        try:
+            if self._left_ms <= 0:
+                raise TransportTimeout(f"the {self.limit_ms:.0f} ms in which a turn may move KV have passed")
+            return call(self._left_ms)
+        except TransportError as error:
+            self.failed |= not isinstance(error, PackageNotFound)
+            raise
+        finally:
+            self._left_ms -= (time.monotonic() - started) * 1000
+
+
+def check_deadline(limit_ms: float) -> float:
+    """The limit itself. Raises InvalidSetting unless it is a positive and finite number of milliseconds."""
+    if not isinstance(limit_ms, int | float) or not 0 < limit_ms < float("inf"):
+        raise InvalidSetting(f"deadline_ms must be positive and finite, not {limit_ms!r}")
+    return float(limit_ms)
 
 
 def run_within(limit_ms: float, work: Callable[[], T], where: str, late: Callable[[], None] = lambda: None) -> T:

@@ -9,10 +9,13 @@ is shut down under it when time is up.
 import json
 import secrets
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from qkvshare_agents.errors import (
     InvalidSetting,
@@ -20,6 +23,7 @@ from qkvshare_agents.errors import (
     PackageNotFound,
     TransportError,
     TransportTimeout,
+    printable,
 )
 from qkvshare_agents.payload import Payload
 from qkvshare_agents.transport.interface import (
@@ -29,6 +33,7 @@ from qkvshare_agents.transport.interface import (
     check_key,
     run_within,
 )
+from qkvshare_agents.transport.replies import SHORT_BYTES, Announcements, ReadAlong, UnaskedReply
 
 try:
     import redis
@@ -39,6 +44,7 @@ except ImportError as error:
     raise MissingDependency("the Redis transport needs redis-py: pip install 'qkvshare-agents[redis]'") from error
 
 CHUNK_BYTES = 4 * 1024**2
+_CHUNK_SIZES = range(2**16, 2**29 + 1)  # a server's values have at most 512 MB
 _RECORD_BYTES = 256
 _GRACE_MS = 10_000  # chunks outlive the record that names them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -62,6 +68,40 @@ class _TappedTLS(SSLConnection, _Tapped):
     pass
 
 
+class _ReadAlong:
+    """Lets nothing through that no command asked for, see `replies`."""
+
+    def __init__(self, *, announcements: Announcements, **options: Any) -> None:
+        self._announcements = announcements
+        super().__init__(**options)
+
+    def _connect(self) -> Any:
+        self._announcements.begin()
+        return ReadAlong(super()._connect(), self._announcements)  # type: ignore[misc]
+
+
+class _Plain(_ReadAlong, _Tapped):
+    pass
+
+
+class _TLS(_ReadAlong, _TappedTLS):
+    pass
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A connection. taps: handles on its socket."""
+
+    client: "redis.Redis"
+    announcements: Announcements
+    taps: list[socket.socket]
+
+    def drop(self) -> None:
+        self.client.connection_pool.disconnect()
+        while self.taps:
+            self.taps.pop().close()
+
+
 class RedisTransport:
     """url: `redis://` or `rediss://` (TLS; certificates and host names are checked) with user, password and database.
 
@@ -82,9 +122,8 @@ class RedisTransport:
         max_package_bytes: int = MAX_PACKAGE_BYTES,
         unencrypted: bool = False,
     ) -> None:
-        if not url.startswith(("redis://", "rediss://")):
-            raise InvalidSetting("the url must begin with redis:// or rediss:// (TLS)")
-        options = dict(parse_url(url))
+        _check_sizes(chunk_bytes, max_package_bytes)
+        options = _parsed(url)
         self._tls = options.pop("connection_class", None) is not None
         self._where = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         if not self._tls and not unencrypted and options.get("host", "localhost") not in _LOOPBACK:
@@ -96,7 +135,11 @@ class RedisTransport:
             options = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **options}
         self._options, self._prefix = options, check_key(prefix)
         self._chunk_bytes, self._max_bytes = chunk_bytes, max_package_bytes
-        self._idle: list[tuple[redis.Redis, list[socket.socket]]] = []
+        self._idle: list[_Line] = []
+        try:
+            self._line(DEADLINE_MS).client.connection_pool.make_connection()  # connects to nothing
+        except (TypeError, ValueError, redis.RedisError, ssl.SSLError) as error:
+            raise InvalidSetting(f"redis-py does not take the options of the url ({type(error).__name__})") from None
 
     def put(
         self, key: str, payload: Payload, *, deadline_ms: float = DEADLINE_MS, lifetime_ms: int = LIFETIME_MS
@@ -105,7 +148,8 @@ class RedisTransport:
         record = json.dumps({"nonce": nonce, "nbytes": payload.nbytes, "chunk_bytes": self._chunk_bytes})
         chunks = self._chunks(name, nonce, payload.nbytes, self._chunk_bytes)
 
-        def work(client: redis.Redis) -> bool:
+        def work(line: _Line) -> bool:
+            client = line.client
             try:
                 pipe = client.pipeline(transaction=False)
                 for chunk, data in zip(chunks, payload.chunks(self._chunk_bytes), strict=True):
@@ -126,7 +170,8 @@ class RedisTransport:
     def get(self, key: str, *, deadline_ms: float = DEADLINE_MS) -> Payload:
         name = self._name(key)
 
-        def work(client: redis.Redis) -> Payload:
+        def work(line: _Line) -> Payload:
+            client = line.client
             record: Any = client.getrange(name, 0, _RECORD_BYTES - 1)
             if not record:
                 raise PackageNotFound(f"nothing is stored under {key!r}: never published, expired or deleted")
@@ -140,7 +185,9 @@ class RedisTransport:
                 raise PackageNotFound(f"a part of {key!r} is gone: evicted, expired or deleted")
             for chunk in chunks:
                 pipe.get(chunk)
+            line.announcements.most_bytes = max(size, SHORT_BYTES)
             pieces = _run(pipe)
+            line.announcements.most_bytes = SHORT_BYTES
             if [len(piece or b"") for piece in pieces] != lengths:
                 raise PackageNotFound(f"a part of {key!r} went while it was read")
             return Payload(pieces)
@@ -150,8 +197,8 @@ class RedisTransport:
     def missing(self, keys: Sequence[str], *, deadline_ms: float = DEADLINE_MS) -> list[str]:
         names = [self._name(key) for key in keys]
 
-        def work(client: redis.Redis) -> list[Any]:
-            pipe = client.pipeline(transaction=False)
+        def work(line: _Line) -> list[Any]:
+            pipe = line.client.pipeline(transaction=False)
             for name in names:
                 pipe.exists(name)
             return _run(pipe)
@@ -161,16 +208,16 @@ class RedisTransport:
     def delete(self, key: str, *, deadline_ms: float = DEADLINE_MS) -> None:
         name = self._name(key)
 
-        def work(client: redis.Redis) -> None:
-            record: Any = client.getrange(name, 0, _RECORD_BYTES - 1)
+        def work(line: _Line) -> None:
+            record: Any = line.client.getrange(name, 0, _RECORD_BYTES - 1)
             if record:
-                client.unlink(name, *self._chunks(name, *self._parse(key, record)))
+                line.client.unlink(name, *self._chunks(name, *self._parse(key, record)))
 
         self._call(work, deadline_ms)
 
     def close(self) -> None:
         while self._idle:
-            _drop(*self._idle.pop())
+            self._idle.pop().drop()
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}:{check_key(key)}"
@@ -179,7 +226,7 @@ class RedisTransport:
         try:
             fields = json.loads(record)
             nonce, nbytes, size = fields["nonce"], fields["nbytes"], fields["chunk_bytes"]
-            sound = check_key(nonce) and 0 < nbytes <= self._max_bytes and 2**16 <= size <= 2**29
+            sound = check_key(nonce) and 0 < nbytes <= self._max_bytes and size in _CHUNK_SIZES
         except (ValueError, TypeError, KeyError, RecursionError):
             sound = False
         if not sound or type(nbytes) is not int or type(size) is not int:
@@ -192,42 +239,44 @@ class RedisTransport:
     def _chunks(name: str, nonce: str, nbytes: int, chunk_bytes: int) -> list[str]:
         return [f"{name}:{nonce}:{index}" for index in range(-(-nbytes // chunk_bytes))]
 
-    def _call(self, work: "Callable[[redis.Redis], T]", deadline_ms: float) -> T:
+    def _call(self, work: Callable[[_Line], T], deadline_ms: float) -> T:
         """Run `work` with a connection until the deadline, then shut the connection down under it."""
-        client, taps = self._idle.pop() if self._idle else self._client(deadline_ms)
+        line = self._idle.pop() if self._idle else self._line(deadline_ms)
         given_up = threading.Event()
 
         def guarded() -> T:
             try:
-                return work(client)
+                return work(line)
             finally:
                 if given_up.is_set():  # nobody waits any more
-                    _drop(client, taps)
+                    line.drop()
 
         def late() -> None:
             given_up.set()
-            for tap in list(taps):
+            for tap in list(line.taps):
                 _shut(tap)
 
         try:
             result = run_within(deadline_ms, guarded, self._where, late)
         except PackageNotFound:
-            self._idle.append((client, taps))
+            self._idle.append(line)
             raise
         except TransportTimeout:
             raise
         except Exception as error:
-            _drop(client, taps)
+            line.drop()
             self.close()  # the other connections have probably met the same
             raise self._explain(error, deadline_ms) from None
-        self._idle.append((client, taps))
+        self._idle.append(line)
         return result
 
-    def _client(self, deadline_ms: float) -> "tuple[redis.Redis, list[socket.socket]]":
+    def _line(self, deadline_ms: float) -> _Line:
         taps: list[socket.socket] = []
+        announcements = Announcements()
         options = {
             **self._options,
             "taps": taps,
+            "announcements": announcements,
             "socket_connect_timeout": deadline_ms / 1000,
             "socket_timeout": None,  # the deadline is ours
             "socket_read_size": 2**20,
@@ -236,14 +285,15 @@ class RedisTransport:
             "protocol": 2,
             "decode_responses": False,
         }
-        kind = _TappedTLS if self._tls else _Tapped
-        pool = ConnectionPool(connection_class=kind, max_connections=1, **options)
-        return redis.Redis(connection_pool=pool), taps
+        pool = ConnectionPool(connection_class=_TLS if self._tls else _Plain, max_connections=1, **options)
+        return _Line(redis.Redis(connection_pool=pool), announcements, taps)
 
     def _explain(self, error: Exception, deadline_ms: float) -> Exception:
         """As an error of ours, without the url, which may hold a password."""
         if isinstance(error, TransportError | InvalidSetting):
             return error
+        if isinstance(error, UnaskedReply):
+            return TransportError(f"the server at {self._where} {error}")
         kinds = {
             redis.AuthenticationError: "user name or password is wrong",
             redis.exceptions.NoPermissionError: "the user may not do this (ACL)",
@@ -256,7 +306,34 @@ class RedisTransport:
             if isinstance(error, kind):
                 made = TransportTimeout if kind is redis.TimeoutError else TransportError
                 return made(f"the server at {self._where}: {text}")
-        return TransportError(f"the server at {self._where} can't be used: {type(error).__name__}: {str(error)[:120]}")
+        return TransportError(
+            f"the server at {self._where} can't be used: {type(error).__name__}: {printable(str(error)[:120])}"
+        )
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    """redis-py's options for a url. Its own errors quote parts of it, which may be a password."""
+    if not isinstance(url, str) or not url.startswith(("redis://", "rediss://")):
+        raise InvalidSetting("the url must begin with redis:// or rediss:// (TLS)")
+    try:
+        options = dict(parse_url(url))
+        int(urlsplit(url).path.strip("/") or 0)  # parse_url passes over what is no database
+        return options
+    except (ValueError, TypeError):
+        raise InvalidSetting(
+            "the url is none: redis://user:password@host:port/database?option=value, special characters in user and "
+            "password percent-encoded (urllib.parse.quote(password, safe=''))"
+        ) from None
+
+
+def _check_sizes(chunk_bytes: int, max_package_bytes: int) -> None:
+    if type(chunk_bytes) is not int or chunk_bytes not in _CHUNK_SIZES:
+        raise InvalidSetting(
+            f"chunk_bytes must be from {_CHUNK_SIZES[0]:,} to {_CHUNK_SIZES[-1]:,}, not {chunk_bytes!r}: "
+            f"leave it out for {CHUNK_BYTES:,}"
+        )
+    if type(max_package_bytes) is not int or max_package_bytes <= 0:
+        raise InvalidSetting(f"max_package_bytes must be a number of bytes above 0, not {max_package_bytes!r}")
 
 
 def _run(pipe: Any) -> list[Any]:
@@ -271,9 +348,3 @@ def _run(pipe: Any) -> list[Any]:
 def _shut(tap: socket.socket) -> None:
     with suppress(OSError):  # it may not be connected any more
         tap.shutdown(socket.SHUT_RDWR)
-
-
-def _drop(client: "redis.Redis", taps: list[socket.socket]) -> None:
-    client.connection_pool.disconnect()
-    while taps:
-        taps.pop().close()

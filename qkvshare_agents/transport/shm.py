@@ -45,8 +45,11 @@ class Stored:
 
 
 def default_directory() -> Path:
-    """/dev/shm, then XDG_RUNTIME_DIR, then the temporary directory (which may be a disk): the first that is there."""
-    for parent in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", "")):
+    """XDG_RUNTIME_DIR, then /dev/shm, then the temporary directory (which may be a disk): the first that is there.
+
+    In the first nobody else can make a directory of our name.
+    """
+    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
         if parent and os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK):
             return Path(parent) / f"qkvshare-{os.geteuid()}"
     return Path(tempfile.gettempdir()) / f"qkvshare-{os.geteuid()}"
@@ -118,8 +121,8 @@ class ShmTransport:
     def missing(self, keys: Sequence[str], *, deadline_ms: float = DEADLINE_MS) -> list[str]:
         Deadline(deadline_ms)
         now, wanted = time.time(), [check_key(key) for key in keys]
-        stored = {file.key for file in self.files() if file.expires_s > now}
-        return [key for key in wanted if key not in stored]
+        with _explained(f"can't look into {self.directory}"):
+            return [key for key in wanted if self._expires_s(key) <= now]
 
     def delete(self, key: str, *, deadline_ms: float = DEADLINE_MS) -> None:
         Deadline(deadline_ms)
@@ -163,6 +166,14 @@ class ShmTransport:
             yield file
         finally:
             os.close(file)
+
+    def _expires_s(self, key: str) -> float:
+        """When what is published under the key does; 0 if nothing is."""
+        try:
+            status = os.stat(key + _SUFFIX, dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0.0
+        return status.st_mtime if stat.S_ISREG(status.st_mode) else 0.0
 
     def _check(self, file: int, key: str) -> int:
         status = os.fstat(file)
