@@ -36,7 +36,7 @@ class Lookback:
         parent = node.parent
         if parent is not None and parent.parent is not None and len(parent.children) == 1:
             self._look(parent, self._behind_newest_points(parent))
-        node.header = 0
+        node.headers = set()
         self._look(node)
         self._doubtful.pop(node, None)
 
@@ -58,8 +58,7 @@ class Lookback:
             self._doubtful[each] = None
 
     def _behind_header(self, end: Node) -> Iterator[Node]:
-        seen = (end.header,) if end.header else ()
-        return itertools.takewhile(lambda node: self.window.sees(node.start, node.end, seen), upwards(end))
+        return itertools.takewhile(lambda node: self.window.sees(node.start, node.end, end.headers), upwards(end))
 
     def _behind_newest_points(self, end: Node) -> Iterator[Node]:
         points: list[int] = []

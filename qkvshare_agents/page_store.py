@@ -44,7 +44,7 @@ class _Outgrown:
     shares: dict[str, int] = field(default_factory=dict)
     points: set[int] = field(default_factory=set)
     by: frozenset[str] = frozenset()
-    header: int = 0
+    headers: set[int] = field(default_factory=set)
 
 
 class PageStore:
@@ -114,10 +114,10 @@ class PageStore:
             raise InvalidSetting(f"token ids must be in 0 ... 2**63 - 1; these are in {min(run)} ... {max(run)}")
         with self._lock:
             ahead = [point for point in (header, *points, len(run)) if point >= computed_from]
-            header = header if header in ahead else 0
+            headers = {header} & set(ahead)
             found = self._look_up(run)
             if found.tokens == len(run):
-                self._settle(found.nodes, dict.fromkeys(owners, len(run)), ahead, header)
+                self._settle(found.nodes, dict.fromkeys(owners, len(run)), ahead, headers)
                 return 0
             base = self._find(run, lambda node, tokens: tokens * self._will_do(node, ahead, computed_from))
             lacking = [(n.start, min(n.end, base.tokens)) for n in base.nodes if self._lacks(n, ahead)]
@@ -142,7 +142,7 @@ class PageStore:
             for (start, stop, sealed), page in zip(spans, fitting, strict=False):
                 node = self._child(node, run[start:stop], page, sealed, gone.by | {by})
             shares = gone.shares | dict.fromkeys(owners, len(run))
-            self._settle(path(node), shares, [*ahead, *gone.points], header or gone.header)
+            self._settle(path(node), shares, [*ahead, *gone.points], headers | gone.headers)
         return len(pages) + len(renewed)
 
     def clear(self) -> None:
@@ -212,14 +212,13 @@ class PageStore:
         return window is not None and window.sees(node.start, node.end, points) and not node.page.holds(window.layers)
 
     def _settle(
-        self, nodes: Sequence[Node], shares: Mapping[str, int], points: Collection[int], header: int = 0
+        self, nodes: Sequence[Node], shares: Mapping[str, int], points: Collection[int], headers: Collection[int] = ()
     ) -> None:
         """Note owners and points of a path that was stored or found, and keep what is looked back at from them."""
         credit(nodes, shares)
         for node in nodes:
             node.points.update(point for point in points if node.start < point <= node.end)
-            if node.start < header <= node.end:
-                node.header = header
+            node.headers.update(header for header in headers if node.start < header <= node.end)
         self._shelf.touch(nodes)
         if self._lookback:
             self._lookback.settle(nodes)
@@ -245,7 +244,7 @@ class PageStore:
         for node in self._outgrown(ids):
             gone.points |= node.points
             gone.by |= node.by
-            gone.header = node.header or gone.header
+            gone.headers |= node.headers
             inherit(gone.shares, node)
             self._remove(node)
         return gone
@@ -259,7 +258,7 @@ class PageStore:
             return last
         assert last.parent is not None
         head = self._child(last.parent, last.ids[: base.last_tokens], last.page, by=last.by)
-        head.header = last.header if last.header <= head.end else head.header
+        head.headers |= {header for header in last.headers if header <= head.end}
         return head
 
     def _child(self, parent: Node, ids: Ids, page: Page, sealed: bool = True, by: frozenset[str] = frozenset()) -> Node:
