@@ -78,7 +78,8 @@ def test_another_answer_to_the_same_prompt_resumes_before_the_cue(family: str) -
     said = h.submit(Turn(a, "", (TASK,), Sampling(max_tokens=30))).result().text
     history = (TASK, Message("user", said, "a"))
     first = h.submit(Turn(b, "", history, Sampling(max_tokens=30))).result().report
-    again = h.submit(Turn(a, "", history, Sampling(max_tokens=30))).result().report  # another cue, same history
+    own = (TASK, Message("assistant", said, "a"))
+    again = h.submit(Turn(a, "", own, Sampling(max_tokens=30))).result().report  # another cue, same history
     assert first.mode.value == again.mode.value == "KV" and again.reused_tokens == h.prompts[-1].settled
     h.assert_exact()
 
