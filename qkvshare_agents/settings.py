@@ -1,8 +1,10 @@
 """What a host is opened with."""
 
 import os
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
@@ -79,6 +81,7 @@ class HostSettings:
     lora: Literal["refuse", "share_base"] = "refuse"
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"no dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
         if self.decoding not in ("auto", "loop", "generate"):
@@ -114,7 +117,38 @@ class HostSettings:
                 f"canary_limit ({self.canary_limit}) and coarse_limit ({self.coarse_limit}) must be above 0"
             )
 
+    def _check_types(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not _is_a(value, hints[f.name]):
+                shown = repr(value) if f.repr else f"a {type(value).__name__}"
+                example = ", e.g. 2 * 1024**3 for 2 GB" if f.name.endswith("_bytes") else ""
+                raise InvalidSetting(f"{f.name} must be {_named(hints[f.name])}{example}, not {shown}")
+
     @property
     def base_precision(self) -> Precision:
         """What all pages have in common."""
         return Precision() if self.precision == JOINT else preset(self.precision)
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    """Whether a setting has the type that its annotation says; words of a Literal are checked with its choices."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_a(value, part) for part in arguments)
+    if origin is tuple:  # or JSON's list
+        return isinstance(value, tuple | list) and all(_is_a(item, arguments[0]) for item in value)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return isinstance(value, str if origin is Literal else origin or hint)
+
+
+def _named(hint: Any) -> str:
+    """An annotation in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_named(part) for part in arguments)
+    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+    words |= {type(None): "None", Literal: "text", tuple: "a list of texts", dict: "a dictionary"}
+    return words.get(origin or hint, str(hint))
