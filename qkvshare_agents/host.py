@@ -318,6 +318,7 @@ class Host:
             ledger=self.ledger,
             layout=self.settings.layout,
             system=self.settings.system,
+            repeat_instruction_tokens=self.settings.repeat_instruction_tokens,
             view=turn.view,
         )
 

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from qkvshare_agents.cue import REPEATED_TOKENS
 from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
@@ -26,7 +27,9 @@ class HostSettings:
     several devices or (with an offload_folder) on disk; their KV lies where they run. precision: a preset's name;
     `joint` chooses widths for every agent, layer, keys and values so that the budget holds and attention moves least
     (average_bits: at most so many bits per value on average). budget_bytes: pages kept, over all agents. layout:
-    `relay` or `stock` (see transcript). system: the text that is the same for every agent of the relay layout. salt:
+    `relay` or `stock` (see transcript). system: the text that is the same for every agent of the relay layout.
+    repeat_instruction_tokens: a cue of the relay layout repeats its agent's instruction in full up to so many tokens,
+    and of a longer one the first sentences that fit (0: only an agent's first cue in the prompt has it). salt:
     hosts with another salt never find each other's pages (default: $QKVSHARE_SALT). secret: signs packages for other
     processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
     decoding: `loop` decodes by our own loop, `generate` by transformers' `generate`, whose static caches torch.compile
@@ -64,6 +67,7 @@ class HostSettings:
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
+    repeat_instruction_tokens: int = REPEATED_TOKENS
     salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
     secret: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SECRET", ""), repr=False)
     share: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SHARE", ""), repr=False)
@@ -109,7 +113,7 @@ class HostSettings:
             raise InvalidSetting(f"recompute_tokens must not be negative: {self.recompute_tokens}")
         if self.context_tokens is not None and self.context_tokens < SHORTEST_CONTEXT:
             raise InvalidSetting(f"context_tokens must be at least {SHORTEST_CONTEXT}, not {self.context_tokens}")
-        for name in ("budget_bytes", "refresh_every"):
+        for name in ("budget_bytes", "refresh_every", "repeat_instruction_tokens"):
             if getattr(self, name) < 0:
                 raise InvalidSetting(f"{name} must not be negative: {getattr(self, name)}")
         if not self.coarse_limit > 0 or not (self.canary_limit is None or self.canary_limit > 0):  # nor NaN
