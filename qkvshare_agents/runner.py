@@ -197,7 +197,7 @@ class Runner:
         by = self._space.adapters
         try:
             for assembly, read in (*start.earlier, (start.assembly, fed)):
-                sealed_tokens += seal_read(start, kv, read, assembly or Assembly(), prompt.settled, precision, by)
+                sealed_tokens += seal_read(start, kv, read, assembly or Assembly(), prompt, precision, by)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         self._space.residents.note_turn(_key(turn), fed, sealed_tokens, min(prompt.header, len(fed)))

@@ -21,6 +21,7 @@ RANKS = {
     "cli": 20, "packed_cache": 5, "packed_attention": 8, "lean_cache": 7, "lookout": 1, "attention": 2,
     "fitting": 1, "rotary": 5, "assembly": 7, "splice": 8, "fitter": 8, "composer": 11, "summary": 11,
     "projector": 8, "projection": 12, "lora": 8, "replay": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 6,
+    "cuts": 5, "shortening": 8,
     "weights": 1, "loaded": 2, "checkpoint": 3, "run": 5, "driver": 5.5, "probe": 5.6,  "decoding": 9,
     "workspace": 10, "working": 11, "prefixes": 1, "turnstile": 0, "shelf": 5, "lookback": 5,
     "span": 1, "checks": 1, "balance": 0, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
