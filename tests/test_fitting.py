@@ -74,7 +74,7 @@ class Talk:
 
     def __init__(self, host: Host) -> None:
         self.host, self.messages = host, [Message("user", "Go on.", "user")]
-        composer = host.runner._composer
+        composer = host._load().runner._composer
         fit = composer.fit
 
         def record(*asked):
