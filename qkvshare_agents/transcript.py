@@ -12,7 +12,7 @@ A prompt is a pure function of (messages, speaker, members, system, template, le
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from typing import Any, Literal
 
@@ -131,11 +131,10 @@ def lay_out(
     view, messages = view or View(), _in_call_order(messages)
     if (view.layout or layout) == "relay":
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
+        cues = Cues(template.encoder, _labels(messages, speaker, members), view.handoffs, repeat_instruction_tokens)
         if view.visible is not None:
             members = {name: member for name, member in members.items() if name in view.visible}
-        turns = _relay_turns(
-            messages, speaker, members, Cues(template.encoder, view.handoffs, repeat_instruction_tokens)
-        )
+        turns = _relay_turns(messages, speaker, members, cues)
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
@@ -160,9 +159,10 @@ def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members,
     def turn(name: str, answer: Message | None) -> _Turn:
         asked = turns[-1].answer if turns else None
         if asked and (asked.source or unnamed) == name and _answers(asked, pending):
-            return _Turn("", tuple(pending), answer)
+            results = tuple(replace(message, text=cues.quoted(message.text)) for message in pending)
+            return _Turn("", results, answer)
         member = speaker if name == speaker.name else members.get(name) or Member(name, name)
-        texts = [_plain(message, speaker.name) for message in pending]
+        texts = [cues.quoted(_plain(message, speaker.name)) for message in pending]
         cue = cues.next(member, asked.source if asked else None, beside_text=any(texts))
         return _Turn(_join(*texts, cue), (), answer)
 
@@ -174,6 +174,12 @@ def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members,
             pending.append(message)
     turns.append(turn(speaker.name, None))
     return turns
+
+
+def _labels(messages: Sequence[Message], speaker: Member, members: Members) -> frozenset[str]:
+    """Whom cues may name. Of all members, whatever the speaker's view, so that all viewers get the same prompt."""
+    answerers = (message.source for message in messages if message.role == "assistant")
+    return frozenset((*answerers, *(member.label for member in (*members.values(), speaker))))
 
 
 def _is_answer(message: Message, following: Message | None, speaker: Member, members: Members) -> bool:
