@@ -30,6 +30,11 @@ class Cues:
     repeat_tokens: int
     _repeated: dict[str, str] = field(default_factory=dict)
 
+    def instructs(self, member: Member) -> bool:
+        """Whether the member's next cue says more of its instruction than those behind it will."""
+        said = member.instruction
+        return member.name not in self._repeated and repeated(said, self.repeat_tokens, self.encoder) != said
+
     def next(self, member: Member, behind: str | None, *, beside_text: bool) -> str:
         """The cue of `member`. behind: whose answer it follows, None if none. beside_text: its user turn has other
         text, too."""
