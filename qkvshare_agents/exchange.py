@@ -7,11 +7,11 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from qkvshare_agents import projection
-from qkvshare_agents.admission import Admitted
+from qkvshare_agents.admission import Admitted, Entry, sound_words, unsound_words
 from qkvshare_agents.drift import Canary, canary_of, default_limit, divergence, rows_of, weakness
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.kv_cache import KVShape
-from qkvshare_agents.ledger import Ledger
+from qkvshare_agents.ledger import Ledger, Words
 from qkvshare_agents.package import Package, Step
 from qkvshare_agents.page import PRESETS, Page, keep_native, seal
 from qkvshare_agents.part import Part
@@ -70,14 +70,14 @@ class Exchange:
             steps = _widened(host, covered, max(page.hops for page, _ in runs), nats)
             canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page], state)
         assert engine.shape is not None
-        spoken = _spoken(prompt, turn.messages, host.ledger)
-        ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
+        spoken = _spoken(prompt, turn.messages, host.ledger.within(turn.scope))
+        ledger = tuple(sound_words(engine.template.encoder, settled, match.tokens, spoken))
         return Package(
             settled, steps, host.fingerprint, engine.shape.groups, ledger, handoff, metadata, canary=canary,
             state=taken_apart(state) if state else None,
         )  # fmt: skip
 
-    def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
+    def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = (), scope: str = "") -> Arrival:
         """Store what came, or say why not. Nothing is stored or learnt unless all of it fits and says what its sender's
         said."""
         if reason := _refusal(host) or self._admitted.refusal(package, int(time.time() * 1000)):
@@ -88,12 +88,12 @@ class Exchange:
             heard = self._store(host, package, owners)
         if not heard.reasons:
             self._admitted.note(package)
-            _learn(host.ledger, package)
+            _learn(host.ledger, scope, package)
         return heard
 
     def _store(self, host: "Host", package: Package, owners: tuple[str, ...]) -> Arrival:
         engine = host.engine
-        if reason := _mismatch(host, package):
+        if reason := _mismatch(host, package) or unsound_words(engine.template.encoder, package):
             return Arrival((reason,))
         assert engine.shape is not None
         try:
@@ -130,10 +130,10 @@ class Exchange:
         return self._like
 
 
-def _learn(ledger: Ledger, package: Package) -> None:
+def _learn(ledger: Ledger, scope: str, package: Package) -> None:
     for text, start, stop in package.ledger:
-        if ledger.find(text) is None:  # what was generated here is not overwritten
-            ledger.record(text, package.ids[start:stop])
+        if ledger.find(text, scope) is None:  # what was generated here is not overwritten
+            ledger.record(text, package.ids[start:stop], scope)
 
 
 def _refusal(host: "Host") -> str | None:
@@ -262,7 +262,7 @@ def _widths(pages: Sequence[Page]) -> set[int]:
     return {part.packed.bits for page in pages for part in page.parts if part.packed}
 
 
-def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Ledger) -> tuple[tuple[str, int, int], ...]:
+def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Words) -> tuple[Entry, ...]:
     """(text, start, stop) of the answers in the prompt whose ids the ledger knows."""
     ends = {end for end, _ in prompt.answers}
     spoken: dict[str, tuple[str, int, int]] = {}

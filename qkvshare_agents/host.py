@@ -245,14 +245,15 @@ class Host:
 
         return self._wait_for(work)
 
-    def adopt(self, package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Take another process' pages, for `owners` (nobody by default), and what its members said; returns why not,
-        if not; waits for queued turns. KV that does not say what its sender's said is not taken (`drift`)."""
-        return self.take(package, owners).reasons
+    def adopt(self, package: Package, owners: tuple[str, ...] = (), scope: str = "") -> tuple[str, ...]:
+        """Take another process' pages, for `owners` (nobody by default), and what its members said, for turns of
+        `scope`; returns why not, if not; waits for queued turns. KV that does not say what its sender's said is not
+        taken (`drift`), and neither are its words."""
+        return self.take(package, owners, scope).reasons
 
-    def take(self, package: Package, owners: tuple[str, ...] = ()) -> Arrival:
+    def take(self, package: Package, owners: tuple[str, ...] = (), scope: str = "") -> Arrival:
         """As `adopt`; also how far off the KV was."""
-        return self._wait_for(self._exchange.adopt, self, package, owners)
+        return self._wait_for(self._exchange.adopt, self, package, owners, scope)
 
     def _began(self) -> None:
         self._thread = threading.get_ident()
@@ -281,7 +282,7 @@ class Host:
             turn.speaker,
             self.roster.members(turn.scope),
             template=self.engine.template,
-            ledger=self.ledger,
+            ledger=self.ledger.within(turn.scope),
             layout=self.settings.layout,
             system=self.settings.system,
             view=turn.view,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qkvshare_agents.admission import unsound_words
 from qkvshare_agents.drift import divergence, rows_of, weakness
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.package import Package
@@ -25,7 +26,7 @@ def adopt(host: "Host", projector: Projector, package: Package, owners: tuple[st
     the projector's limit, unless `canary_limit` is another.
     """
     engine, ids = host.engine, package.ids[: package.covered_tokens]
-    if reason := _misfit(host, projector, package):
+    if reason := _misfit(host, projector, package) or unsound_words(engine.template.encoder, package):
         return Arrival((reason,))
     theirs = KVCache(KVShape(package.groups, torch.float32, torch.device("cpu")))
     theirs.load((step.page, step.tokens) for step in package.steps if step.page)
