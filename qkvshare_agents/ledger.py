@@ -101,6 +101,7 @@ class Member:
 Members = Mapping[str, Member]
 _KEPT_SCOPES = 1000
 _MOST_MEMBERS = 256  # of a scope: outside of a team, all agents are in one
+_GONE = 64  # calls of others
 
 
 @dataclass
@@ -108,10 +109,13 @@ class Roster:
     """Members per scope (one scope per team), declared or learnt when their call comes through.
 
     Scopes that learnt nothing for longest are forgotten first, and so are a scope's earliest members: then they are
-    learnt anew, a shorter match.
+    learnt anew, a shorter match. Tools of a member that let 64 calls of others pass by are forgotten, too: it may be
+    gone, renamed for instance, and its tools would stand in the header that the others share, but not in the headers
+    of those who never met it.
     """
 
     _scopes: OrderedDict[str, dict[str, Member]] = field(default_factory=OrderedDict)
+    _unheard: dict[str, dict[str, int]] = field(default_factory=dict)  # calls of others since a member's last
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def members(self, scope: str) -> Members:
@@ -133,21 +137,34 @@ class Roster:
             members = self._scopes.setdefault(scope, {})
             self._scopes.move_to_end(scope)
             while len(self._scopes) > _KEPT_SCOPES:
-                self._scopes.popitem(last=False)
+                self._unheard.pop(self._scopes.popitem(last=False)[0], None)
             known = members.get(name) or Member(name, name if named else "")
             if instruction is not None:
                 known = replace(known, instruction=instruction)
             if tools:
                 known = replace(known, tools=tuple(tools))
             members[name] = known
+            self._miss_others(scope, name)
             if len(members) > _MOST_MEMBERS:
-                del members[next(iter(members))]
+                earliest = next(iter(members))
+                del members[earliest]
+                self._unheard[scope].pop(earliest, None)
             return known
+
+    def _miss_others(self, scope: str, name: str) -> None:
+        members, unheard = self._scopes[scope], self._unheard.setdefault(scope, {})
+        unheard.pop(name, None)
+        for other in [m for m in members.values() if m.tools and m.name != name]:
+            unheard[other.name] = unheard.get(other.name, 0) + 1
+            if unheard[other.name] >= _GONE:
+                del unheard[other.name]
+                members[other.name] = replace(other, tools=())
 
     def identify(
         self,
         scope: str,
         instruction: str,
+        tools: Sequence[Mapping[str, Any]] = (),
         *,
         told: str | None = None,
         running: str | None = None,
@@ -155,9 +172,10 @@ class Roster:
     ) -> tuple[str, bool]:
         """Who is calling: (name, whether the name may stand in cues).
 
-        told: named by the caller. running: the agent that the framework's runtime is running, which is the
-        outer one when an agent calls another as a tool. last: source of the newest assistant message, which
-        can be another member's after a handoff by tool call. Without any of them the instruction decides.
+        told: named by the caller or by the framework. running: the agent that the framework's runtime is running,
+        or another one that this agent runs: whoever spoke last, or has the running one's instruction and tools, is
+        it. last: source of the newest assistant message, which can be another member's after a handoff by tool call.
+        Without any of them the instruction decides; where it is that of several, nobody is named.
         """
         if told:
             return told, True
@@ -166,13 +184,15 @@ class Roster:
             members = self._scopes.get(scope, {})
             if running is not None:
                 known = members.get(running)
-                if known is None or known.instruction == instruction or last == running:
+                alike = known is not None and (known.instruction, known.tools) == (instruction, tuple(tools))
+                if known is None or alike or last == running:
                     return running, True
             same = [m.name for m in members.values() if instruction and m.instruction == instruction]
             if last in members and last not in same and same:
                 last = None  # it handed off to a member that is known by its instruction
             if last is None:
-                return (same[0], True) if same else (nameless, False)
+                certain = len(same) == 1 and same != [running]
+                return (same[0], True) if certain else (nameless, False)
             if nameless in members:  # met before it had said anything: keep its cues as they were
                 met = members.pop(nameless)
                 members.setdefault(last, replace(met, name=last))

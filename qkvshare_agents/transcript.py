@@ -2,9 +2,10 @@
 
 Frameworks give every agent its own system message first and turn roles around per viewer, so two agents'
 prompts part after a few tokens. The `relay` layout is the same for every viewer: a system text for all, then
-for each answer a user turn that ends with a *cue*, which names the next member and, the first time, carries
-its instruction. All that an agent adds to what the previous one computed is its own cue. The `stock` layout
-keeps the framework's order; there only an agent's own earlier prompt is a prefix of its next one.
+for each answer a user turn that ends with a *cue*. A cue names the next member and carries its instruction: whole in
+the member's first cue of the prompt, in later ones as far as `repeat_instruction_tokens` reach. All that an agent
+adds to what the previous one computed is its own cue. The `stock` layout keeps the framework's order; there only an
+agent's own earlier prompt is a prefix of its next one.
 
 A prompt is a pure function of (messages, speaker, members, system, template, ledger).
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import Any, Literal
 
+from qkvshare_agents.cue import REPEATED_TOKENS, Cues
 from qkvshare_agents.errors import InvalidMessage
 from qkvshare_agents.ledger import Member, Members, Words
 from qkvshare_agents.template import Ids, Template
@@ -119,15 +121,21 @@ def lay_out(
     ledger: Words,
     layout: Layout = "relay",
     system: str = SHARED_SYSTEM,
+    repeat_instruction_tokens: int = REPEATED_TOKENS,
     view: View | None = None,
 ) -> Prompt:
-    """The prompt for `speaker`'s next answer. `messages` come without the speaker's own leading system message."""
+    """The prompt for `speaker`'s next answer. `messages` come without the speaker's own leading system message.
+
+    repeat_instruction_tokens: how much of a member's instruction its later cues say (relay layout); 0: nothing.
+    """
     view, messages = view or View(), _in_call_order(messages)
     if (view.layout or layout) == "relay":
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
         if view.visible is not None:
             members = {name: member for name, member in members.items() if name in view.visible}
-        turns = _relay_turns(messages, speaker, members, view.handoffs)
+        turns = _relay_turns(
+            messages, speaker, members, Cues(template.encoder, view.handoffs, repeat_instruction_tokens)
+        )
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
@@ -144,15 +152,9 @@ def answered(prompt: Prompt, said: Message, template: Template, ledger: Words) -
     return Prompt(ids, len(ids), (*prompt.answers, (len(ids), said.source)), prompt.header)
 
 
-def _relay_turns(
-    messages: Sequence[Message],
-    speaker: Member,
-    members: Members,
-    handoffs: Mapping[tuple[str, str], str],
-) -> list[_Turn]:
+def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members, cues: Cues) -> list[_Turn]:
     turns: list[_Turn] = []
     pending: list[Message] = []
-    introduced: set[str] = set()
     unnamed = "" if speaker.label else speaker.name  # a caller without a name: so are its earlier answers
 
     def turn(name: str, answer: Message | None) -> _Turn:
@@ -161,13 +163,8 @@ def _relay_turns(
             return _Turn("", tuple(pending), answer)
         member = speaker if name == speaker.name else members.get(name) or Member(name, name)
         texts = [_plain(message, speaker.name) for message in pending]
-        instruction = "" if name in introduced else member.instruction
-        handoff = handoffs.get((asked.source, name), "") if asked else ""
-        # An agent that was never instructed and talks to people only is not given a name, either.
-        alone = not member.instruction and any(texts) and introduced <= {name}
-        label = f"[{member.label}]" if member.label and not alone else ""
-        introduced.add(name)
-        return _Turn(_join(*texts, " ".join(filter(None, (label, instruction, handoff)))), (), answer)
+        cue = cues.next(member, asked.source if asked else None, beside_text=any(texts))
+        return _Turn(_join(*texts, cue), (), answer)
 
     for message, following in zip_longest(messages, messages[1:]):
         if _is_answer(message, following, speaker, members):

@@ -19,7 +19,7 @@ from qkvshare_agents.run import Run
 from qkvshare_agents.runner import Runner
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt, lay_out
-from qkvshare_agents.turn import Turn
+from qkvshare_agents.turn import Answer, Turn
 
 Script = Callable[[str], str]
 MAX_DIFFERENCE = 1e-3
@@ -74,7 +74,12 @@ class ScriptedHost(Host):
         super().__init__(HostSettings("scripted", **settings), ScriptedEngine(engine or tiny_engine(), script))
         self.prompts: list[Prompt] = []
         self.restarts: list[tuple[str, str]] = []
+        self.turns: list[Turn] = []
         self._runner = _ScriptedRunner(self)
+
+    def _run(self, turn: Turn, *rest: object) -> Answer:
+        self.turns.append(turn)
+        return super()._run(turn, *rest)
 
     def prompt(self, turn: Turn) -> Prompt:
         prompt = super().prompt(turn)

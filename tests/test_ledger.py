@@ -205,9 +205,36 @@ def test_an_empty_instruction_names_nobody() -> None:
 
 def test_clones_are_told_apart_by_what_they_said() -> None:
     known = roster(("first", CODER), ("second", CODER))
-    assert known.identify("team", CODER) == ("first", True)
+    assert known.identify("team", CODER) == (f"#{hash_name(CODER)}", False), "one of two: nobody"
     assert known.identify("team", CODER, last="second") == ("second", True)
     assert known.identify("team", CODER, running="second", last="first") == ("second", True)
+
+
+def test_a_clone_of_the_running_agent_is_not_it() -> None:
+    """One instruction for both, as frameworks have by default: their tools differ, or one of them said something."""
+    known, nameless = Roster(), (f"#{hash_name(CODER)}", False)
+    known.learn("team", "outer", CODER, [TOOL])
+    assert known.identify("team", CODER, running="outer") == nameless
+    assert known.identify("team", CODER, [TOOL], running="outer") == ("outer", True)
+    assert known.identify("team", CODER, running="outer", last="outer") == ("outer", True)
+    known.learn("team", "other", CODER)
+    assert known.identify("team", CODER, running="outer") == nameless
+    known.learn("team", "tester", TESTER)
+    assert known.identify("team", CODER, last="tester") == nameless, "it handed off to one of two"
+
+
+def test_tools_of_members_that_are_gone_are_forgotten() -> None:
+    """Else everybody's header would hold them for good."""
+    known = Roster()
+    for name in ("old", "rare", "new"):
+        known.learn("team", name, CODER, [TOOL])
+    for call in range(200):
+        known.learn("team", "new", CODER, [TOOL])
+        if call % 50 == 0:
+            known.learn("team", "rare", CODER, [TOOL])
+    members = known.members("team")
+    assert {name: bool(member.tools) for name, member in members.items()} == {"old": False, "rare": True, "new": True}
+    assert known.learn("team", "old", CODER, [TOOL]).tools == (TOOL,), "it came back"
 
 
 def test_a_nameless_agent_keeps_its_cues_when_its_name_comes_up() -> None:

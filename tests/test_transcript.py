@@ -95,7 +95,7 @@ def test_the_exact_text_of_a_relay() -> None:
     assert turns(text) == [
         "Add two numbers.\n\n[coder] You write Python.",
         "[tester] You write tests.",
-        "Faster!\n\n[coder]",
+        "Faster!\n\n[coder] You write Python.",
     ]
     assert roles(text) == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
 
@@ -150,7 +150,8 @@ def test_swarm_handoff_context() -> None:
 def test_swarm_two_messages_of_one_speaker() -> None:
     team = Team(CODER, TESTER)
     text = team.text("coder", user(TASK), user(TEST, "tester"), user("Transferred to coder.", "tester"))
-    assert turns(text) == [f"{TASK}\n\n[tester] {TESTER.instruction}", "[tester]", f"[coder] {CODER.instruction}"]
+    told = f"[tester] {TESTER.instruction}"
+    assert turns(text) == [f"{TASK}\n\n{told}", told, f"[coder] {CODER.instruction}"]
     assert roles(text)[1:] == ["user", "assistant"] * 3
 
 
@@ -290,7 +291,7 @@ def test_memory_adds_system_messages_in_the_middle() -> None:
     first = team.answer("coder", user(TASK), memory, text=CODE)
     again = (user(TASK), memory, said("coder", CODE), user("And subtract."), memory)
     assert continues(team.prompt("coder", *again), first)
-    assert turns(team.text("coder", *again))[1] == f"And subtract.\n\n{memory.text}\n\n[coder]"
+    assert turns(team.text("coder", *again))[1] == f"And subtract.\n\n{memory.text}\n\n[coder] {CODER.instruction}"
 
 
 def test_contexts_that_drop_messages() -> None:
@@ -325,7 +326,7 @@ def test_an_unnamed_caller() -> None:
     nameless = Member("#1234", "", "You are terse.")
     team = Team(nameless)
     text = team.text("#1234", user(TASK), said("", CODE), user("More."))
-    assert turns(text) == [f"{TASK}\n\nYou are terse.", "More."]
+    assert turns(text) == [f"{TASK}\n\nYou are terse.", "More.\n\nYou are terse."]
     assert turns(Team().text("", user("Hi."))) == ["Hi."]
 
 

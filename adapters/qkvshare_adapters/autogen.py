@@ -32,6 +32,7 @@ from opentelemetry.trace import Span
 from pydantic import BaseModel
 
 from qkvshare_adapters import telemetry
+from qkvshare_adapters.autogen_caller import find_caller
 from qkvshare_adapters.autogen_messages import (
     ToolChoice,
     allowed_tools,
@@ -39,7 +40,6 @@ from qkvshare_adapters.autogen_messages import (
     event_fields,
     json_schema,
     last_speaker,
-    running_agent,
     split_instruction,
     to_messages,
     to_result,
@@ -129,8 +129,8 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
         await asyncio.to_thread(lambda: self._host.engine)
 
     def for_agent(self, name: str) -> "QKVShareChatCompletionClient":
-        """The same client for one agent by name: needed where AutoGen does not tell who is calling (bare
-        `agent.run()`, an agent used as another one's tool)."""
+        """The same client for one agent by name: needed where nothing tells who is calling (a bare `create()`, or one
+        in another thread)."""
         return self._from_config(self._config.model_copy(update={"agent": name}))
 
     async def create(
@@ -262,17 +262,16 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
     def _speaker(
         self, messages: Sequence[LLMMessage], instruction: str, tools: tuple[dict[str, Any], ...], learn: bool
     ) -> tuple[Member, str]:
-        scope, running = running_agent()
-        roster = self._host.roster
-        told, last = self._config.agent, last_speaker(messages)
+        caller, roster = find_caller(), self._host.roster
+        scope, told, last = caller.scope, self._config.agent or caller.name, last_speaker(messages)
         if not learn:
-            name = told or running or last or ""
+            name = told or caller.running or last or ""
             known = roster.members(scope).get(name)
             return Member(name, name, instruction or (known.instruction if known else ""), tools), scope
         for name, declared in self._config.members.items():
             if name not in roster.members(scope):
                 roster.learn(scope, name, declared)
-        name, named = roster.identify(scope, instruction, told=told, running=running, last=last)
+        name, named = roster.identify(scope, instruction, tools, told=told, running=caller.running, last=last)
         return roster.learn(scope, name, instruction, tools, named=named), scope
 
     def _finish(self, answer: Answer) -> CreateResult:

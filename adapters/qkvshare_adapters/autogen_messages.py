@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from autogen_core import FunctionCall, MessageHandlerContext
+from autogen_core import FunctionCall
 from autogen_core.models import (
     AssistantMessage,
     CreateResult,
@@ -51,15 +51,6 @@ def to_messages(messages: Sequence[LLMMessage]) -> tuple[Message, ...]:
 def last_speaker(messages: Sequence[LLMMessage]) -> str | None:
     """Source of the newest assistant message."""
     return next((m.source for m in reversed(messages) if isinstance(m, AssistantMessage)), None)
-
-
-def running_agent() -> tuple[str, str | None]:
-    """(team, agent) that AutoGen's runtime is running now; ("", None) outside of one, as in `agent.run()`."""
-    try:
-        agent_id = MessageHandlerContext.agent_id()
-    except RuntimeError:
-        return "", None
-    return agent_id.key, agent_id.type.removesuffix(f"_{agent_id.key}")
 
 
 def to_schemas(tools: Sequence[Tool | ToolSchema]) -> tuple[dict[str, Any], ...]:

@@ -137,8 +137,6 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
         """
         if kwargs:
             raise TypeError(f"unknown option {', '.join(kwargs)}; the options are method, include_raw, strict")
-        if method == "function_calling" and schema is not None:
-            return super().with_structured_output(schema, include_raw=include_raw)
         return structured(self, schema, method=method, include_raw=include_raw)
 
     def get_token_ids(self, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from qkvshare_agents.ledger import Ledger, hash_name
 from qkvshare_agents.transcript import Layout, Message, View
 
 _AGENT_NODES = ("model", "agent")  # what create_agent and its predecessor call the node with the model
+_TOOLS = "tools"  # what both call the node that runs tools
 _ISOLATED = "this agent has no cache handoff from them, see add_cache_handoff"
 _ELSEWHERE = "no edge with policy 'kv' leads from them to this agent"
 
@@ -78,19 +79,24 @@ def find_caller(
 
     told: named by the user, before anything else. Then: the annotated node that is running, the name of a
     `create_agent`, the running node; outside of a graph nobody, told apart by `instruction`. share_all: all
-    agents of a thread share, also without annotations.
+    agents of a thread share, also without annotations. An agent that runs in a tool inherits the metadata of the one
+    that called the tool: it is no member of that one's group.
     """
     path = _path(metadata)
     thread = str(metadata.get("thread_id", ""))
     annotation = Annotation.read(metadata)
     if annotation and (told is None or told in annotation.group):
         at = len(path) - 1 - path[::-1].index(annotation.agent) if annotation.agent in path else 0
-        annotation = replace(annotation, agent=told or annotation.agent)
-        member = _member(annotation, thread, path[:at], path[at + 1 :], layout)
-        return replace(member, group=annotation.digest)
+        if told or _TOOLS not in path[at + 1 : -1]:
+            annotation = replace(annotation, agent=told or annotation.agent)
+            member = _member(annotation, thread, path[:at], path[at + 1 :], layout)
+            return replace(member, group=annotation.digest)
     name = told or str(metadata.get("lc_agent_name") or "") or _node_name(path)
+    if annotation and name == annotation.agent and not told:
+        name = ""  # its caller's
     if share_all:
-        return _everyone(name, thread, _join(thread, "all"), {}, layout)
+        inside = () if told or _TOOLS not in path[:-1] else path[:-1]
+        return _everyone(name, thread, _join(thread, "all", *inside), {}, layout)
     scope = _join(thread, "alone", *path)
     owner = _join(scope, name or f"#{hash_name(instruction)}")
     view = View("stock", frozenset({name}))

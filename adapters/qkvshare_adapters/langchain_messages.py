@@ -14,9 +14,9 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
 from qkvshare_adapters.langchain_caller import Caller
+from qkvshare_adapters.langchain_recursion import openai_tool
 from qkvshare_agents.errors import InvalidMessage, InvalidSetting
 from qkvshare_agents.ledger import Ledger
 from qkvshare_agents.toolcall import ToolCall
@@ -25,6 +25,7 @@ from qkvshare_agents.turn import Answer
 
 Schemas = tuple[dict[str, Any], ...]
 _CALL_BLOCKS = ("tool_use", "tool_call", "tool_call_chunk", "function_call", "server_tool_call")
+_SCHEMA_WORDS = {"properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "items"}
 _THOUGHT_BLOCKS = ("reasoning", "thinking", "redacted_thinking")
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "ai": "assistant"}
 
@@ -69,7 +70,7 @@ def to_messages(messages: Sequence[BaseMessage], caller: Caller, ledger: Ledger)
 
 def to_schemas(tools: Sequence[Any]) -> Schemas:
     """Tools of any kind that LangChain knows, in the form that chat templates take."""
-    return tuple(_plain_tool(convert_to_openai_tool(tool)) for tool in tools)
+    return tuple(_plain_tool(openai_tool(tool)) for tool in tools)
 
 
 def allowed_tools(schemas: Schemas, choice: Any) -> tuple[Schemas, bool]:
@@ -98,8 +99,13 @@ def response_format(schema: Any) -> dict[str, Any]:
     """A pydantic class, TypedDict, function or JSON schema as OpenAI's `response_format`; None: any object."""
     if schema is None:
         return {"type": "json_object"}
-    own = isinstance(schema, Mapping) and "properties" in schema  # LangChain converts those with a title only
-    converted = dict(schema) if own else convert_to_json_schema(schema)
+    if isinstance(schema, Mapping) and _SCHEMA_WORDS & schema.keys():  # LangChain drops all but properties
+        converted = dict(schema)
+    else:
+        function = openai_tool(schema)["function"]
+        converted = {"title": function["name"], **function.get("parameters", {})}
+        if "description" in function:
+            converted["description"] = function["description"]
     return {"type": "json_schema", "json_schema": {"name": converted.get("title", "answer"), "schema": converted}}
 
 
