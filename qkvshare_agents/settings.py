@@ -12,7 +12,7 @@ from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
 from qkvshare_agents.integrity import check_secret
 from qkvshare_agents.models import DTYPES
-from qkvshare_agents.page import PRESETS, Precision, preset
+from qkvshare_agents.page import PRESETS, Precision, current_name, preset
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
 
 JOINT = "joint"  # widths are chosen for all agents together: `residents`
@@ -39,9 +39,9 @@ class HostSettings:
     packed_history: a turn reads what it continues from where it is stored, packed, and makes no native copy of it: less
     memory, slower prompts (not together with `splice`, nor for layers with a window).
     context_tokens: use less than the model's context (None: all of it). fit: what becomes of a prompt that does not
-    fit into it together with its answer: `drop_head` drops what follows the system text, `drop_least_attended` the
-    tokens that received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
-    ContextOverflow.
+    fit into it together with its answer: `drop_head` drops the oldest messages, `drop_least_attended` those that
+    received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
+    ContextOverflow. System text, tools, instruction, task and the newest user message stay.
     splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt.
     An approximation; the first `recompute_tokens` of such a text are computed anew.
     projectors: files of `qkvshare projector`, by which KV of other models is taken as an approximation.
@@ -92,6 +92,7 @@ class HostSettings:
             raise InvalidSetting(f'no decoding {self.decoding!r}; choose "auto", "loop" or "generate"')
         if self.device is not None and self.device_map is not None:
             raise InvalidSetting("device is for the whole model, device_map for its layers: give one of them")
+        object.__setattr__(self, "precision", current_name(self.precision))
         if self.precision not in {*PRESETS, JOINT}:
             names = ", ".join(PRESETS)
             raise InvalidSetting(f"no preset {self.precision!r}; the presets are {names}, and {JOINT}")

@@ -20,6 +20,7 @@ RANKS = {
     "host": 11, "courier": 12, "drift": 1, "sharing": 13, "registry": 14, "eval": 15, "cli_eval": 16, "cli_budget": 16,
     "cli": 17, "packed_cache": 5, "packed_attention": 8, "lean_cache": 7, "lookout": 1, "attention": 2,
     "fitting": 1, "rotary": 5, "assembly": 7, "splice": 8, "fitter": 8, "composer": 9, "summary": 9,
+    "cuts": 5, "shortening": 8,
     "projector": 8, "projection": 9, "lora": 8, "replay": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 6,
     "weights": 1, "loaded": 2, "checkpoint": 3, "run": 5, "driver": 5.5, "probe": 5.6,  "decoding": 9,
     "prefixes": 1, "turnstile": 0, "shelf": 5, "lookback": 5,
