@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from qkvshare_agents.template import Encoder, Ids
+from qkvshare_agents.toolcall import MARKERS
 
 _UNFINISHED = "\ufffd"  # what incomplete UTF-8 decodes to
 _CHARACTER_BYTES = 4  # at most, and as many ids
@@ -80,3 +81,15 @@ def ids_of(encoder: Encoder, ids: Sequence[int], text: str) -> Ids:
     while kept and not text.startswith(decode(ids[:kept])):
         kept -= 1
     return (*ids[:kept], *encoder.text(text[len(decode(ids[:kept])) :]))
+
+
+def unspeakable(encoder: Encoder) -> frozenset[int]:
+    """Control tokens that no earlier answer of a prompt may hold: all but those that mark calls."""
+    return encoder.control_ids.difference(encoder.control[marker] for marker in MARKERS if marker in encoder.control)
+
+
+def speakable(encoder: Encoder, ids: Sequence[int]) -> Ids:
+    """An answer's ids as later prompts hold them. A model may generate what opens a system turn; its text does not
+    show that, and no prompt repeats it."""
+    dropped = unspeakable(encoder)
+    return tuple(ids) if dropped.isdisjoint(ids) else tuple(i for i in ids if i not in dropped)

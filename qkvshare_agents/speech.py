@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from qkvshare_agents.detokenizer import Detokenizer, ids_of
+from qkvshare_agents.detokenizer import Detokenizer, ids_of, speakable
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.grammar import Grammar
 from qkvshare_agents.sampling import Sampler
@@ -60,7 +60,7 @@ class Speech:
         self._say(self._text.finish())
         encoder, template = self._engine.template.encoder, self._engine.template
         thought, text = split_thought(self._text.text, opened=template.opens_thought)
-        self.spoken_ids = ids_of(encoder, self.ids, text)
+        self.spoken_ids = ids_of(encoder, speakable(encoder, self.ids), text)
         calls: tuple[ToolCall, ...] = ()
         if self._turn.tools and not self._text.stopped:
             names = {tool["function"]["name"] for tool in self._turn.tools}

@@ -18,6 +18,7 @@ from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
+MARKERS = (OPEN, CLOSE, PYTHON_TAG, MISTRAL_TAG, "[CALL_ID]", "[ARGS]")  # in some tokenizers they are control tokens
 
 # Not strict: models put raw line breaks into strings of source code, where they can mean nothing else.
 _DECODER = json.JSONDecoder(strict=False)
