@@ -91,7 +91,7 @@ def test_where_state_is_missing_the_text_is_read_and_the_report_says_so() -> Non
     for _ in range(3):
         answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result()
         messages.append(Message("assistant", answer.text, "a"))
-    h.snapshots.clear()
+    h.load().snapshots.clear()
     report = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result().report
     assert report.mode.value == "TEXT" and "state and windows are kept only where turns end" in report.reasons[0]
     h.assert_exact()
@@ -104,7 +104,7 @@ def test_payload_counts_the_state() -> None:
     said = h.submit(Turn(member, "", (TASK,), Sampling(max_tokens=30))).result().text
     history = (TASK, Message("assistant", said, "a"))
     report = h.submit(Turn(member, "", history, Sampling(max_tokens=30))).result().report
-    kept = max(h.snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
+    kept = max(h.load().snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
     assert report.payload_bytes == kept.nbytes > 0 and report.payload_ratio == pytest.approx(2.0)
 
 
