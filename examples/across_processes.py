@@ -116,7 +116,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     try:
         work(options.role, options.model) if options.role else main(options.model, options.kill)
-    except QKVShareError as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit(1 if options.role else "\nstopped") from None
+    except (QKVShareError, KeyboardInterrupt) as error:
+        raise SystemExit(f"error: {error}" if str(error) else "stopped") from None

@@ -128,7 +128,7 @@ def show(result: dict[str, Any]) -> None:
 
     r = result
     title = f"{r['tokens']} tokens of {r['model']}, {r['preset']}, to another process (ms)"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, title_justify="left")
     columns = (
         "write",
         "put",
@@ -142,7 +142,7 @@ def show(result: dict[str, Any]) -> None:
         "pays\nfrom",
     )
     for column in ("", *columns):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for name, t in r["transports"].items():
         times = [f"{t[key]:.1f}" for key in ("write_ms", "put_ms", "get_ms", "read_ms")]
         times += [f"{t[key]:.1%}" for key in ("put_and_get_ratio", "moving_ratio")]
