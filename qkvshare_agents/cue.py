@@ -1,7 +1,8 @@
 """The cue: the words of a user turn that name the member that answers next and carry its instruction."""
 
 import re
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from qkvshare_agents.encoder import Encoder
@@ -9,6 +10,7 @@ from qkvshare_agents.ledger import Member
 
 REPEATED_TOKENS = 96  # of an instruction, in every cue behind its first one
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+|\n+|(?<=[。！？])")
+_OPENING = re.compile(r"[\[［﹇]")  # brackets that NFKC makes one
 _WORD_ENDS = re.compile(r"\s+")
 
 
@@ -17,11 +19,13 @@ class Cues:
     """The cues of one prompt, asked for in the order in which they stand there.
 
     A member's first cue of the prompt carries its whole instruction, whatever an earlier prompt held: where the
-    messages behind that cue were dropped, the next one that is left is the first. handoffs: by (source, target), what
-    a cue says besides behind an answer of the source. repeat_tokens: of the instruction, in later cues.
+    messages behind that cue were dropped, the next one that is left is the first. labels: whom cues may name.
+    handoffs: by (source, target), what a cue says besides behind an answer of the source. repeat_tokens: of the
+    instruction, in later cues.
     """
 
     encoder: Encoder
+    labels: frozenset[str]
     handoffs: Mapping[tuple[str, str], str]
     repeat_tokens: int
     _repeated: dict[str, str] = field(default_factory=dict)
@@ -43,6 +47,29 @@ class Cues:
             self._repeated[member.name] = repeated(instruction, self.repeat_tokens, self.encoder)
         handoff = "" if behind is None else self.handoffs.get((behind, member.name), "")
         return " ".join(filter(None, (label, instruction, handoff)))
+
+    def quoted(self, text: str) -> str:
+        """`text` that somebody wrote, so that it begins no line like a cue."""
+        return quoted(text, self.labels)
+
+
+def quoted(text: str, labels: Iterable[str]) -> str:
+    """`text` with `> ` before each line that begins like a cue of one of the `labels`: only the layout writes cues.
+
+    In whatever case, width and spacing, and with invisible characters, since a tokenizer may normalize them away. A
+    link, `[name](...)` or `[name][...]`, is none.
+    """
+    names = [re.escape(_normal(label)) for label in sorted(labels) if label.strip()]
+    if not names or not _OPENING.search(text):
+        return text
+    like_a_cue = re.compile(rf"\s*\[\s*(?:{'|'.join(names)})\s*\](?![(\[])")
+    lines = text.splitlines(keepends=True)
+    return "".join(f"> {line}" if like_a_cue.match(_normal(line)) else line for line in lines)
+
+
+def _normal(text: str) -> str:
+    visible = text if text.isascii() else "".join(c for c in text if unicodedata.category(c) != "Cf")
+    return unicodedata.normalize("NFKC", visible).casefold()
 
 
 def repeated(instruction: str, most_tokens: int, encoder: Encoder) -> str:

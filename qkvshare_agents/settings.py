@@ -12,7 +12,7 @@ from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
 from qkvshare_agents.integrity import check_secret
 from qkvshare_agents.models import DTYPES
-from qkvshare_agents.page import PRESETS, Precision, preset
+from qkvshare_agents.page import PRESETS, Precision, current_name, preset
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
 
 JOINT = "joint"  # widths are chosen for all agents together: `residents`
@@ -92,6 +92,7 @@ class HostSettings:
             raise InvalidSetting(f'no decoding {self.decoding!r}; choose "auto", "loop" or "generate"')
         if self.device is not None and self.device_map is not None:
             raise InvalidSetting("device is for the whole model, device_map for its layers: give one of them")
+        object.__setattr__(self, "precision", current_name(self.precision))
         if self.precision not in {*PRESETS, JOINT}:
             names = ", ".join(PRESETS)
             raise InvalidSetting(f"no preset {self.precision!r}; the presets are {names}, and {JOINT}")

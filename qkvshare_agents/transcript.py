@@ -142,11 +142,11 @@ class Prompt:
 class _Turn:
     """What leads to an answer: user text, or tool results that the same speaker asked for.
 
-    texts: of the messages, and of the cue (None). name, instructs: as in `Exchange`.
+    texts: of the messages, and of the cue (None). results: texts and messages, too. name, instructs: as in `Exchange`.
     """
 
     texts: tuple[tuple[str, Message | None], ...]
-    results: tuple[Message, ...] = ()
+    results: tuple[tuple[str, Message], ...] = ()
     answer: Message | None = None
     name: str = ""
     instructs: bool = False
@@ -171,11 +171,10 @@ def lay_out(
     view, messages = view or View(), _in_call_order(messages)
     if (view.layout or layout) == "relay":
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
+        cues = Cues(template.encoder, _labels(messages, speaker, members), view.handoffs, repeat_instruction_tokens)
         if view.visible is not None:
             members = {name: member for name, member in members.items() if name in view.visible}
-        turns = _relay_turns(
-            messages, speaker, members, Cues(template.encoder, view.handoffs, repeat_instruction_tokens)
-        )
+        turns = _relay_turns(messages, speaker, members, cues)
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
@@ -200,9 +199,10 @@ def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members,
     def turn(name: str, answer: Message | None) -> _Turn:
         asked = turns[-1].answer if turns else None
         if asked and (asked.source or unnamed) == name and _answers(asked, pending):
-            return _Turn((), tuple(pending), answer, name)
+            results = tuple((cues.quoted(message.text), message) for message in pending)
+            return _Turn((), results, answer, name)
         member = speaker if name == speaker.name else members.get(name) or Member(name, name)
-        texts = [(_plain(message, speaker.name), message) for message in pending]
+        texts = [(cues.quoted(_plain(message, speaker.name)), message) for message in pending]
         instructs = cues.instructs(member)
         cue = cues.next(member, asked.source if asked else None, beside_text=any(text for text, _ in texts))
         return _Turn((*texts, (cue, None)), (), answer, name, instructs)
@@ -215,6 +215,12 @@ def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members,
             pending.append(message)
     turns.append(turn(speaker.name, None))
     return turns
+
+
+def _labels(messages: Sequence[Message], speaker: Member, members: Members) -> frozenset[str]:
+    """Whom cues may name. Of all members, whatever the speaker's view, so that all viewers get the same prompt."""
+    answerers = (message.source for message in messages if message.role == "assistant")
+    return frozenset((*answerers, *(member.label for member in (*members.values(), speaker))))
 
 
 def is_human(message: Message) -> bool:
@@ -238,7 +244,8 @@ def _stock_turns(messages: Sequence[Message], speaker: Member) -> list[_Turn]:
 
     def turn(answer: Message | None) -> _Turn:
         if turns and turns[-1].answer and _answers(turns[-1].answer, pending):
-            return _Turn((), tuple(pending), answer, speaker.name)
+            results = tuple((message.text, message) for message in pending)
+            return _Turn((), results, answer, speaker.name)
         return _Turn(tuple((_plain(message, speaker.name), message) for message in pending), (), answer, speaker.name)
 
     for message in messages:
@@ -259,7 +266,9 @@ def _assemble(
     first = 0
     for index, turn in enumerate(turns):
         settled = len(ids)
-        results = template.tool_results([(m.call_id, m.tool, m.text) for m in turn.results]) if turn.results else None
+        results = (
+            template.tool_results([(m.call_id, m.tool, text) for text, m in turn.results]) if turn.results else None
+        )
         if results is None:
             said = [(text, message) for text, message in (*turn.texts, *_texts(turn.results)) if text]
             begin = template.user if index else _beginning(template, system, tools, alone=not said)
@@ -275,7 +284,7 @@ def _assemble(
         else:
             ids += results
             opening = len(ids)
-            parts = [Part(settled, opening, message) for message in turn.results]
+            parts = [Part(settled, opening, message) for _, message in turn.results]
         answer = len(ids)
         if turn.answer is not None:
             ids += ledger.find(turn.answer.ledger_key) or template.answer(_answer(turn.answer))
@@ -310,8 +319,8 @@ def _user_turn(texts: Sequence[str], begin: Callable[[str], Ids], template: Temp
     return opened, [*first, *map(template.encoder.text, spaced[1:])]
 
 
-def _texts(results: Sequence[Message]) -> Iterable[tuple[str, Message]]:
-    return ((_plain(message), message) for message in results)
+def _texts(results: Sequence[tuple[str, Message]]) -> Iterable[tuple[str, Message]]:
+    return ((result_text(message.tool, text), message) for text, message in results)
 
 
 def _plain(message: Message, reader: str = "") -> str:

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from templates import FAMILIES, tokenizer
 
+from qkvshare_agents.cue import quoted
 from qkvshare_agents.errors import InvalidMessage
 from qkvshare_agents.ledger import Ledger, Member, Members
 from qkvshare_agents.template import Ids, Template
@@ -388,7 +389,9 @@ def test_every_message_is_in_the_prompt_in_order(messages: list[Message], name: 
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
         ends = [at]  # results that stand together may change places
         for message in group:
-            expected = result_text(message.tool, message.text) if are_results else message.text
+            forms = (message.text, quoted(message.text, [*MEMBERS, message.source]))
+            forms = tuple(result_text(message.tool, form) for form in forms) if are_results else forms
+            expected = next((form for form in forms if form in text), forms[0])
             found = text.find(expected, at)
             assert found >= 0, f"{expected!r} is missing"
             ends.append(found + len(expected))

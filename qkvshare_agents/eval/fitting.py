@@ -137,7 +137,7 @@ def _methods(engine: Engine, turns: Rotary, keep: int) -> dict[str, Method]:
         "drop_head, no sinks": lambda text: (_cut(engine, turns, text, nothing(text)), 0, 0),
         "drop_least_attended": lambda text: (_cut(engine, turns, text, least(text)), 0, 0),
         "drop_head, 8 bits": lambda text: (_cut(engine, turns, text, opening(text), "safe"), 0, 0),
-        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, opening(text), "default"), 0, 0),
+        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, opening(text), "compact"), 0, 0),
         "cut_text": lambda text: (_read(engine, cut(text.ids, opening(text))), keep, 0),
         "cut_text, no header": lambda text: (_read(engine, cut(text.ids, nothing(text))), keep, 0),
         "header only": lambda text: (_read(engine, text.ids[: text.header]), text.header, 0),
