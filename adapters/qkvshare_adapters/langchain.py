@@ -106,7 +106,7 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
 
     def load(self) -> None:
         """Load the model now rather than on the first call."""
-        _ = self.shared_host.engine
+        self.shared_host.load()
 
     def close(self) -> None:
         """Free the model and its pages, unless AutoGen clients use them, too. A later call loads anew."""
@@ -210,7 +210,7 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         turn, host = self._turn(messages, stop, kwargs, run_metadata(run_manager))
-        engine = await asyncio.to_thread(lambda: host.engine)  # loading must not block the loop
+        engine = (await asyncio.to_thread(host.load)).engine  # loading must not block the loop
         shown = ShownText(thinking=engine.template.opens_thought, tools=bool(turn.tools))
         async with contextlib.aclosing(langchain_run.apieces(host, turn, self.timeout)) as pieces:
             async for piece in pieces:
