@@ -30,16 +30,17 @@ class Cuts:
         self._protected = frozenset(_protected(prompt.exchanges, strictness))
         groups = _grouped(self._items(), self._links())
         self._groups = [self._closed(g) for g in groups if not g & self._protected]
+        self._droppable: Items = frozenset().union(*self._groups)
 
     @property
     def needed_tokens(self) -> int:
         """Of what must stay."""
-        return len(self._prompt.ids) - fitting.count(self.spans(self._all()))
+        return len(self._prompt.ids) - fitting.count(self.spans(self._droppable))
 
     @property
     def needed_messages(self) -> list[Message]:
         """Messages that must stay, with the calls whose results must."""
-        kept = [self._message(item) for item in self._items() if item not in self._all()]
+        kept = [self._message(item) for item in self._items() if item not in self._droppable]
         return [message for message in kept if message is not None]
 
     def plan(self, lacking: int, room: Room, already: Spans = (), mass: Sequence[float] | None = None) -> Spans | None:
@@ -114,9 +115,6 @@ class Cuts:
         inner = {(i, ANSWER) for c in chains for i in c}
         inner |= {(i, n) for c in chains for i in c[1:] for n in range(len(self._exchanges[i].parts))}
         return (group | inner) - self._protected
-
-    def _all(self) -> Items:
-        return frozenset().union(*self._groups)
 
     def _count(self, gone: Items, groups: Iterable[Items]) -> int:
         return fitting.count(self.spans(gone.union(*groups)))
