@@ -1,4 +1,4 @@
-"""Answers one turn: plans what it continues from, imports that, reads the rest, generates, keeps the KV."""
+"""Answers one turn: prepare it, find the stored prefix, import that, prefill the rest, generate, store, report."""
 
 import time
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from qkvshare_agents.account import Account
 from qkvshare_agents.assembly import Assembly
 from qkvshare_agents.codec import kernels_name
 from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import canary_of
 from qkvshare_agents.encoder import Ids
 from qkvshare_agents.errors import Cancelled, CodecError
-from qkvshare_agents.fitter import whole
+from qkvshare_agents.fitter import Fitted, whole
 from qkvshare_agents.identity import active_from
 from qkvshare_agents.keeping import seal_read
 from qkvshare_agents.planner import Mode, plan, stale_after
 from qkvshare_agents.prefix_tree import NO_MATCH
 from qkvshare_agents.replay import replay
-from qkvshare_agents.report import HandoffReport
 from qkvshare_agents.residents import Key
 from qkvshare_agents.speech import Speech
 from qkvshare_agents.start import Start, with_state
@@ -49,70 +49,81 @@ class Runner:
         spent_ms: float = 0.0,
     ) -> Answer:
         """prompt: the turn's, where it was laid out already. spent_ms: on this turn before it came here."""
-        engine, started = self._space.engine, time.perf_counter() - spent_ms / 1000
-        prompt = prompt or self._space.prompt(turn)
+        account, space = Account(turn, spent_ms), self._space
+        turn, prompt = self._prepare(turn, prompt or space.prompt(turn), account, cancelled)
+        fitted, start, longest = self._find_prefix(turn, prompt, account, cancelled)
+        logits = self._prefill(start, fitted.prompt, turn, cancelled)
+        first = logits.clone() if space.settings.measure_replay else None
+        speech = Speech(space.engine, turn, longest, on_text)
+        self._generate(start, fitted.prompt, speech, logits, account, cancelled)
+        text, thought, calls = speech.finish()
+        ids = (*fitted.prompt.ids, *speech.ids)
+        with account.timing("quantize"):
+            account.because(*self._store(start, ids, fitted.prompt, turn))
+        space.ledger.record(ledger_key(text, calls), speech.spoken_ids, turn.scope, turn.speaker.name)
+        account.lap("total")
+        if first is not None:
+            account.replayed = replay(space.engine, whole(fitted).ids, first)
+        kernels = kernels_name(space.engine.shape.device) if space.engine.shape else ""
+        report = account.report(turn, fitted, start, len(speech.ids), kernels)
+        space.reports.append(report)
+        handle = start.store.address(start.path(ids)) if start.store else ""
+        return Answer(text, thought, calls, speech.finish_reason, fitted.tokens, len(speech.ids), report, handle)
+
+    def _prepare(
+        self, turn: Turn, prompt: Prompt, account: Account, cancelled: Callable[[], bool]
+    ) -> tuple[Turn, Prompt]:
+        """The turn with its older messages summed up, if it is too long and that is asked for."""
         summed = self._summaries.shorten(turn, prompt, lambda asked: self.answer(asked, lambda _: None, cancelled).text)
-        turn, prompt = summed.turn, summed.prompt
-        fixed = None if active_from(engine.model, prompt.ids) is None else "tokens in the prompt activate an adapter"
-        fitted = self._composer.fit(turn, prompt, self._refusal(self._space.context_tokens) or fixed)
-        prompt, room = fitted.prompt, self._space.context_tokens - fitted.tokens
+        account.because(*summed.reasons, dropped_tokens=summed.dropped_tokens)
+        return summed.turn, summed.prompt
+
+    def _find_prefix(
+        self, turn: Turn, prompt: Prompt, account: Account, cancelled: Callable[[], bool]
+    ) -> tuple[Fitted, Start, int]:
+        """What fits of the prompt, with the stored KV that it begins with in the working cache; and how many tokens the
+        answer may have."""
+        context = self._space.context_tokens
+        active = active_from(self._space.engine.model, prompt.ids)
+        fixed = None if active is None else "tokens in the prompt activate an adapter"
+        fitted = self._composer.fit(turn, prompt, self._refusal(context) or fixed)
+        room = context - fitted.tokens
         longest = min(turn.sampling.max_tokens or room, room)
         if fitted.source is None:
-            start = self._begin(prompt, longest, turn)
+            start = self._begin(fitted.prompt, longest, turn)
         else:
-            start = self._composer.assemble(
-                fitted, turn, self._working.emptied(fitted.tokens + _RESERVED_TOKENS, moved=True)
-            )
-        start = start if fixed else self._composer.splice(start, prompt, turn, cancelled)
-        reused = start.plan.reused_tokens
+            kv = self._working.emptied(fitted.tokens + _RESERVED_TOKENS, moved=True)
+            start = self._composer.assemble(fitted, turn, kv)
+        if not fixed:
+            start = self._composer.splice(start, fitted.prompt, turn, cancelled)
+        account.because(*fitted.reasons, *start.plan.reasons, dropped_tokens=fitted.dropped_tokens)
+        if turn.access.notice and start.plan.mode is not Mode.KV:
+            account.because(turn.access.notice)
+        return fitted, start, longest
+
+    def _prefill(self, start: Start, prompt: Prompt, turn: Turn, cancelled: Callable[[], bool]) -> Tensor:
+        """Feed what was not handed over, under the eyes of whoever looks at attention; returns the logits behind it."""
         with self._composer.watching():
             logits = self._read(start, prompt, cancelled)
-        if engine.observer and (units := engine.observer.take()):
+        observer = self._space.engine.observer
+        if observer and (units := observer.take()):
             self._space.residents.observe(_key(turn), units)
-        first = logits.clone() if self._space.settings.measure_replay else None
-        speech = Speech(engine, turn, longest, on_text)
-        first_ms = None
-        if speech.add(logits):
-            first_ms = _ms_since(started)
+        return logits
+
+    def _generate(
+        self,
+        start: Start,
+        prompt: Prompt,
+        speech: Speech,
+        logits: Tensor,
+        account: Account,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        goes_on = speech.add(logits)
+        account.lap("first_token")
+        if goes_on:
             ids = (*prompt.ids, *speech.ids)
-            self._space.decode(engine, start.run, ids, speech.left, speech.choose, cancelled)
-        first_ms = first_ms or _ms_since(started)
-        text, thought, calls = speech.finish()
-        sealing = time.perf_counter()
-        noticed = (turn.access.notice,) if turn.access.notice and start.plan.mode is not Mode.KV else ()
-        reasons = (*turn.arrival.reasons, *summed.reasons, *fitted.reasons, *start.plan.reasons, *noticed)
-        dropped_tokens = summed.dropped_tokens + fitted.dropped_tokens
-        reasons += self._keep(start, (*prompt.ids, *speech.ids), prompt, turn)
-        quantize_ms = _ms_since(sealing)
-        self._space.ledger.record(ledger_key(text, calls), speech.spoken_ids, turn.scope, turn.speaker.name)
-        total_ms = _ms_since(started)
-        replay_ms, replay_kl = replay(engine, whole(fitted).ids, first) if first is not None else (None, None)
-        report = HandoffReport(
-            agent=turn.speaker.name,
-            source=prompt.last_answerer(start.covered),
-            mode=Mode.PARTIAL if dropped_tokens and start.plan.mode is Mode.KV else start.plan.mode,
-            reasons=reasons,
-            prompt_tokens=fitted.tokens,
-            reused_tokens=reused,
-            generated_tokens=len(speech.ids),
-            payload_bytes=start.payload_bytes,
-            fp16_bytes=start.fp16_bytes,
-            import_ms=start.import_ms,
-            transfer_ms=turn.arrival.transfer_ms,
-            first_token_ms=first_ms,
-            quantize_ms=quantize_ms,
-            total_ms=total_ms,
-            replay_first_token_ms=replay_ms,
-            replay_kl=None if fitted.dropped_tokens else replay_kl,
-            dropped_tokens=dropped_tokens,
-            kernels=kernels_name(engine.shape.device) if start.store and engine.shape else "",
-            hops=start.hops,
-            canary_nats=turn.arrival.canary_nats,
-            canary_ms=turn.arrival.canary_ms,
-        )
-        self._space.reports.append(report)
-        handle = start.store.address(start.path((*prompt.ids, *speech.ids))) if start.store else ""
-        return Answer(text, thought, calls, speech.finish_reason, fitted.tokens, len(speech.ids), report, handle)
+            self._space.decode(self._space.engine, start.run, ids, speech.left, speech.choose, cancelled)
 
     def _refusal(self, total: int) -> str | None:
         """Why KV can't be handed over in a turn that may come to `total` tokens."""
@@ -183,7 +194,7 @@ class Runner:
                 start.snapshots[stop] = state
             position = stop
 
-    def _keep(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> tuple[str, ...]:
+    def _store(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> tuple[str, ...]:
         """Store the KV of what was fed; returns why not, if not, and whether others' pages had to go."""
         kv, store = start.run.kv, start.store
         if kv is None or store is None:

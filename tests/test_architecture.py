@@ -23,7 +23,7 @@ RANKS = {
     "projector": 8, "projection": 12, "lora": 8, "replay": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 6,
     "cuts": 5, "shortening": 8,
     "weights": 1, "loaded": 2, "checkpoint": 3, "run": 5, "driver": 5.5, "probe": 5.6,  "decoding": 9,
-    "workspace": 10, "working": 11, "prefixes": 1, "turnstile": 0, "shelf": 5, "lookback": 5,
+    "account": 9, "workspace": 10, "working": 11, "prefixes": 1, "turnstile": 0, "shelf": 5, "lookback": 5,
     "span": 1, "checks": 1, "balance": 0, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
 }  # fmt: skip
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
