@@ -137,7 +137,10 @@ def test_a_cut_of_one_turn_serves_the_next(messages, context, layout) -> None:
     for number in range(6):
         turn = Turn(members["anna"], "", messages)
         prompt = lay(turn)
-        short = shortener.shorten(turn, prompt, room, lay, made.encoder)
+        try:
+            short = shortener.shorten(turn, prompt, room, lay, made.encoder)
+        except ContextOverflow:
+            return  # what must stay is more than the context: there is no cut to serve the next turn
         lacking = short.room.lacks(len(short.prompt.ids))
         stop = dropped[-1][1] if dropped else 0
         kept = before.ids[:stop] == short.prompt.ids[:stop]
@@ -167,7 +170,7 @@ class Recorded:
         chosen = HostSettings("scripted", precision="native", context_tokens=CONTEXT, **options)
         self.host = Host(chosen, tiny_engine(num_hidden_layers=1))
         self.name, self.seen = name, []
-        composer = self.host.runner._composer
+        composer = self.host._load().runner._composer
         original = composer.fit
 
         def record(turn, *rest):
