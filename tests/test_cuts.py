@@ -167,7 +167,7 @@ class Recorded:
         chosen = HostSettings("scripted", precision="native", context_tokens=CONTEXT, **options)
         self.host = Host(chosen, tiny_engine(num_hidden_layers=1))
         self.name, self.seen = name, []
-        composer = self.host.runner._composer
+        composer = self.host._load().runner._composer
         original = composer.fit
 
         def record(turn, *rest):

@@ -358,7 +358,7 @@ WRONG: dict[str, object] = {
     "canary_limit": "high", "recompute_tokens": None, "projectors": "one.safetensors", "device": 0, "device_map": 1,
     "handoff": "no", "splice": 1, "thinking": "yes", "measure_replay": None, "packed_history": 0, "system": None,
     "offload_folder": 3, "attn_implementation": 7, "layout": 1, "fit": None, "lora": 0, "decoding": None, "dtype": 16,
-    "precision": 8, "salt": b"s3cret", "secret": 5.5, "share": None,
+    "precision": 8, "salt": b"s3cret", "secret": 5.5, "share": None, "repeat_instruction_tokens": "96",
 }  # fmt: skip
 
 
