@@ -33,11 +33,12 @@ class Detokenizer:
         self._cut()
         return self._release(0 if self.stopped else self._held())
 
-    def finish(self) -> str:
-        """No more tokens come: what was held back."""
+    def finish(self, *, cut: bool = False) -> str:
+        """No more tokens come: what was held back. cut: perhaps inside a character, which is left out then."""
         if not self.stopped:
             before = self._encoder.decode(self.ids[self._window : self._read])
-            self.text += self._encoder.decode(self.ids[self._window :])[len(before) :]
+            rest = self._encoder.decode(self.ids[self._window :])[len(before) :]
+            self.text += rest.rstrip(_UNFINISHED) if cut else rest
             self._cut()
         return self._release(0)
 

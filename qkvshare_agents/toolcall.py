@@ -18,6 +18,7 @@ from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
+MARKERS = (OPEN, MISTRAL_TAG, PYTHON_TAG)  # a call begins behind one of them, or is bare
 
 # Not strict: models put raw line breaks into strings of source code, where they can mean nothing else.
 _DECODER = json.JSONDecoder(strict=False)
