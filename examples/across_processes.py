@@ -118,3 +118,5 @@ if __name__ == "__main__":
         work(options.role, options.model) if options.role else main(options.model, options.kill)
     except QKVShareError as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(1 if options.role else "\nstopped") from None

@@ -175,7 +175,7 @@ def stored(preset: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 native = attention(keys, values)
 figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
-for preset in ("safe", "default", "small", "tiny"):
+for preset in ("safe", "compact", "small", "tiny"):
     moved = [float((a - b).abs().sum(-1).mean()) for a, b in zip(attention(*stored(preset)), native, strict=True)]
     axes.plot(moved, marker=".", label=preset)
 axes.set(xlabel="layer", ylabel="attention moved (of 2)", yscale="log", title="attention weights behind stored pages")

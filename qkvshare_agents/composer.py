@@ -17,6 +17,7 @@ from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, keep_native, seal
 from qkvshare_agents.planner import Mode, Plan
 from qkvshare_agents.prefix_tree import NO_MATCH
+from qkvshare_agents.shortening import Shortened, Shortener
 from qkvshare_agents.splice import SHORTEST, Segment, Sequence, Sequences
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt
@@ -35,6 +36,7 @@ class Composer:
         self._sequences = Sequences()
         self._attended = Attended()
         self._meter: AttentionMeter | None = None
+        self._shortener = Shortener()
 
     @property
     def assemblies(self) -> Assemblies:
@@ -61,13 +63,15 @@ class Composer:
             )
         room, immovable = room_for(context, turn.sampling.max_tokens), refusal or host.rotary.refusal
         if host.settings.fit != "error" and room.lacks(len(prompt.ids)):
+            short = self._shortener.shorten(turn, prompt, room, host.prompt, host.engine.template.encoder)
             assemblies, mass = (None if refusal else self.assemblies), None
             if assemblies and host.settings.fit == "drop_least_attended":
-                mass = self._attended.of(prompt.ids, readers).tolist()
-            return fit(
-                prompt, room, sinks=host.precision.num_sink_tokens, assemblies=assemblies, readers=readers,
-                immovable=immovable, mass=mass,
+                mass = self._attended.of(short.prompt.ids, readers).tolist()
+            fitted = fit(
+                short.prompt, short.room, short.cuts, assemblies=assemblies, readers=readers, immovable=immovable,
+                mass=mass,
             )  # fmt: skip
+            return _told(fitted, short, len(prompt.ids) - len(short.prompt.ids))
         approximated = host.settings.splice or host.settings.projectors
         return self._approximated(prompt, turn) if approximated and not immovable else Fitted(prompt)
 
@@ -169,6 +173,14 @@ class Composer:
             whole = ((0, len(prompt.ids)),)
             kept = [i for a, b in fitting.without(whole, assembly.dropped) for i in range(a, b)]
             self._attended.add(prompt.ids, self._meter.mass, kept, start.owners, turn.access.readers)
+
+
+def _told(fitted: Fitted, short: Shortened, tokens: int) -> Fitted:
+    """With what shortening did, which left out `tokens`."""
+    if not short.messages:
+        return fitted
+    why = f"fitted: {tokens} tokens were left out of the middle of {short.messages} long messages"
+    return replace(fitted, dropped_tokens=fitted.dropped_tokens + tokens, reasons=(*fitted.reasons, why))
 
 
 def _piece(found: Segment, again: int) -> Piece:

@@ -41,6 +41,14 @@ class HostClosed(QKVShareError):
     """The host was closed and can't run another turn."""
 
 
+class HostBusy(QKVShareError, RuntimeError):
+    """A callback of a turn waits for what the host can only do when that turn has ended."""
+
+
+class ModelFault(QKVShareError, ArithmeticError):
+    """The model's logits are no numbers; nothing of the turn was kept."""
+
+
 class CodecError(QKVShareError, ValueError):
     """Values that can't be encoded (NaN, Inf, beyond the scale's range) or codes that can't be decoded."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from qkvshare_agents import fitting
 from qkvshare_agents.access import Readers
 from qkvshare_agents.assembly import Assemblies, Assembly, Source
+from qkvshare_agents.cuts import Cuts
 from qkvshare_agents.fitting import Room, Spans
 from qkvshare_agents.transcript import Prompt
 
@@ -15,7 +16,7 @@ class Fitted:
     """prompt: what is read as usual; the whole one if it continues from `source`, KV without the `dropped` tokens.
 
     assembly: how what is read behind the source is kept. reasons: what was dropped and why, for the report.
-    dropped_tokens: of the whole prompt, either way.
+    dropped_tokens: by how many the prompt is shorter than the conversation's own, either way.
     """
 
     prompt: Prompt
@@ -34,57 +35,55 @@ class Fitted:
 def fit(
     prompt: Prompt,
     room: Room,
+    cuts: Cuts,
     *,
-    sinks: int,
     assemblies: Assemblies | None = None,
     readers: Readers | None = None,
     immovable: str | None = None,
     mass: Sequence[float] | None = None,
 ) -> Fitted:
-    """Drop what follows the header, in KV if most is reused that way, else in the text.
+    """Drop messages, in KV if most is reused that way, else in the text.
 
-    mass: attention that the leading tokens received; then of the KV what received least is dropped.
-    sinks: first tokens that stay if the header is long. assemblies: of the store; None if KV can't be handed over.
-    immovable: why stored KV can't be moved to other positions, if so. Raises ContextOverflow if nothing helps.
+    cuts: of the prompt, which fits without what they may drop. mass: attention that the leading tokens received; then
+    what received least goes, else what is oldest. assemblies: of the store; None if KV can't be handed over.
+    immovable: why stored KV can't be moved to other positions, if so.
     """
     lacking = room.lacks(len(prompt.ids))
     if not lacking:
         return Fitted(prompt)
-    starts = [end for end, _ in prompt.answers]
-
-    def head(already: Spans = ()) -> Spans:
-        return fitting.cut_head(len(prompt.ids), prompt.header, sinks, starts, room, already)
-
-    def least(source: Source) -> Spans:
-        seen, already = (mass or ())[: source.covered], source.assembly.dropped
-        found = fitting.cut_least(len(prompt.ids), prompt.header, sinks, seen, room, already)
-        return found if fitting.count(found) >= lacking else head(already)
-
-    text = _as_text(prompt, head(), room, immovable)
+    dropped = cuts.plan(lacking, room)
+    assert dropped is not None, "the caller has made it fit"
+    text = _as_text(prompt, dropped, room, immovable)
     if assemblies is None:
         return text
+    most = fitting.count(dropped) + 2 * room.step  # what an earlier turn dropped stays dropped, unless it is far more
     best, reused = text, assemblies.store.match(text.prompt.ids[:-1], readers).tokens
-    _remember(assemblies, prompt, head())
+    _remember(assemblies, prompt, dropped)
     for source in assemblies.sources(prompt.ids[:-1], readers):
-        before = fitting.count(source.assembly.dropped)
-        if before > lacking + 2 * room.step:
+        planned = _planned(cuts, lacking, room, source, mass)
+        if planned is None or fitting.count(source.assembly.dropped) > most:
             continue
-        if before >= lacking and not source.assembly.mark:
-            found, tokens = _as_text(prompt, source.assembly.dropped, room, immovable), source.tokens
+        if planned == source.assembly.dropped and not source.assembly.mark:
+            found, tokens = _as_text(prompt, planned, room, immovable), source.tokens
         elif immovable:
             continue
-        elif before >= lacking:
-            found, tokens = _moved(prompt, source, source.assembly, source.assembly.dropped, room), source.tokens
+        elif planned == source.assembly.dropped:
+            found, tokens = _moved(prompt, source, source.assembly, planned, room), source.tokens
         else:
-            dropped = least(source) if mass else head(source.assembly.dropped)
-            rest = source.without(dropped)
-            if rest.tokens <= dropped[0][0] or dropped[-1][1] > source.covered:
+            rest = source.without(planned)
+            if rest.tokens <= planned[0][0] or planned[-1][1] > source.covered:
                 continue  # nothing is stored behind what goes
-            assembly = assemblies.make(prompt.ids, dropped, rest)
-            found, tokens = _moved(prompt, rest, assembly, dropped, room), rest.tokens
+            assembly = assemblies.make(prompt.ids, planned, rest)
+            found, tokens = _moved(prompt, rest, assembly, planned, room), rest.tokens
         if tokens > reused or (tokens == reused and best is text):
             best, reused = found, tokens
     return best
+
+
+def _planned(cuts: Cuts, lacking: int, room: Room, source: Source, mass: Sequence[float] | None) -> Spans | None:
+    """What goes beside what the source has dropped; of KV by its attention if that is known."""
+    already, seen = source.assembly.dropped, (mass or ())[: source.covered]
+    return (cuts.plan(lacking, room, already, seen) if seen else None) or cuts.plan(lacking, room, already)
 
 
 def _moved(prompt: Prompt, source: Source, assembly: Assembly, dropped: Spans, room: Room) -> Fitted:

@@ -18,7 +18,7 @@ from qkvshare_agents import projector as projectors
 from qkvshare_agents.codec import prepare
 from qkvshare_agents.drift import Canaries
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import Cancelled, HostClosed, InvalidSetting
+from qkvshare_agents.errors import Cancelled, HostBusy, HostClosed, InvalidSetting
 from qkvshare_agents.exchange import Exchange
 from qkvshare_agents.fingerprint import Fingerprint
 from qkvshare_agents.identity import BASE
@@ -42,6 +42,29 @@ from qkvshare_agents.turn import Answer, Turn
 
 _KEPT_REPORTS = 1000
 T = TypeVar("T")
+
+
+class _Queued(Future[T]):
+    """What a host will answer. Waiting for it on the host's own thread raises HostBusy: that would never end."""
+
+    def __init__(self, host_thread: Callable[[], int]) -> None:
+        super().__init__()
+        self._host_thread = host_thread
+
+    def result(self, timeout: float | None = None) -> T:
+        self._check()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check()
+        return super().exception(timeout)
+
+    def _check(self) -> None:
+        if not self.done() and threading.get_ident() == self._host_thread():
+            raise HostBusy(
+                "a callback of a turn waits for another turn, which begins only when this one has ended: queue it here "
+                "and take its result elsewhere (add_done_callback, or another thread)"
+            )
 
 
 class Host:
@@ -265,14 +288,25 @@ class Host:
     def _queue(self, work: Callable[..., T], *args: Any) -> "Future[T]":
         if os.getpid() != self._pid:
             raise HostClosed("this host was opened before the process forked; open one in the child")
+        future = _Queued[T](self._thread_id)
         try:
-            return self._worker.submit(self._begin, work, *args)
+            self._worker.submit(self._begin, future, work, *args)
         except RuntimeError as error:
             raise HostClosed(f"the host of {self.settings.model} is closed") from error
+        return future
 
-    def _begin(self, work: Callable[..., T], *args: Any) -> T:
+    def _begin(self, future: "_Queued[T]", work: Callable[..., T], *args: Any) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         self._looked_at = None
-        return work(*args)
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+            del future  # else the error's frames hold it, and it holds them
+
+    def _thread_id(self) -> int:
+        return self._thread
 
     def prompt(self, turn: Turn) -> Prompt:
         """The exact tokens that `turn` would be answered from now."""
@@ -284,12 +318,24 @@ class Host:
             ledger=self.ledger,
             layout=self.settings.layout,
             system=self.settings.system,
+            repeat_instruction_tokens=self.settings.repeat_instruction_tokens,
             view=turn.view,
         )
 
     def close(self) -> None:
-        """Let the running turn end, refuse queued and further ones with HostClosed, free the model and all pages."""
+        """Let the running turn end, refuse queued and further ones with HostClosed, free the model and all pages.
+
+        Called by a callback of that turn, it returns at once, and all but the refusing happens when the turn has ended.
+        """
         self._closed = True
+        if os.getpid() != self._pid:  # a child's copy; threads, files and connections are the parent's
+            self._engine = self._store = None
+        elif threading.get_ident() == self._thread:
+            threading.Thread(target=self._shut, name="qkvshare-close").start()
+        else:
+            self._shut()
+
+    def _shut(self) -> None:
         self._worker.shutdown(wait=True)
         self._notice.withdraw()
         self._forget()

@@ -7,25 +7,30 @@ from qkvshare_agents.encoder import Ids
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import Page, Precision, keep_native, seal
 from qkvshare_agents.start import Start
+from qkvshare_agents.transcript import Prompt
 
 
 def seal_read(
-    start: Start, kv: KVCache, read: Ids, assembly: Assembly, settled: int, precision: Precision, by: str
+    start: Start, kv: KVCache, read: Ids, assembly: Assembly, prompt: Prompt, precision: Precision, by: str
 ) -> int:
     """Store what was read of the prompt `read` behind the assembly; returns how many tokens were sealed.
 
-    settled: where the prompt's last cue begins. by: the adapters that are in effect. Raises CodecError for NaN or Inf.
+    by: the adapters that are in effect. Raises CodecError for NaN or Inf.
     """
     store, behind, path, sealed_tokens = start.store, assembly.tokens, assembly.path(read), 0
     if store is None:
         return 0
-    window, points = store.window, (settled, len(path))
+    window, moved = store.window, len(path) - len(read)
+    header = 0 if assembly.prefix else prompt.header
+    # whoever asks the same again continues before the prompt's last token, since one must be run
+    points = (prompt.settled + moved, len(prompt.ids) - 1 + moved)
+    seen_from = (header, *points, len(path))
 
     def make_page(first: int, stop: int, sealed: bool) -> Page:
         nonlocal sealed_tokens
         sealed_tokens += stop - first if sealed else 0
         span, begins = kv.span(behind + first, behind + stop), behind + first == 0
-        if window and not window.sees(first, stop, points):
+        if window and not window.sees(first, stop, seen_from):
             span = span.without(window.layers)
         page = seal(span, precision, starts_sequence=begins) if sealed else keep_native(span)
         return replace(page, hops=start.hops)
@@ -39,7 +44,8 @@ def seal_read(
         make_page,
         start.owners,
         points=points,
-        computed_from=start.covered,
+        header=header,
+        computed_from=start.covered + moved,
         by=by,
     )
     return sealed_tokens

@@ -1,11 +1,15 @@
-"""Which runs keep the KV of their layers with a window: those that the newest points of a branch look back at."""
+"""Which runs keep the KV of their layers with a window: those that are looked back at from the newest points of a
+branch, and from the end of a header, with which other conversations begin."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from qkvshare_agents.prefix_tree import Node, upwards
 from qkvshare_agents.span import Window
 
-KEPT_POINTS = 4  # of each branch, the newest: what was said before can be continued from full attention only
+# Of each branch, the newest: those of two turns, where their cues begin and where their prompts and answers end. What
+# was said before can be continued from full attention only.
+KEPT_POINTS = 6
 
 
 class Lookback:
@@ -22,17 +26,18 @@ class Lookback:
         """A branch ends with the last run of `path`, whose points are noted."""
         if not path:
             return
-        self._look(path[-1])
+        self._look(path[-1], self._behind_newest_points(path[-1]))
         for node in path[:-1]:
-            self._look_away(node)
+            self._look(node)
         self._doubtful.update(dict.fromkeys(path))
 
     def leave(self, node: Node) -> None:
         """The run is about to go; the branch ends before it then, unless another one goes on there."""
         parent = node.parent
-        if parent is not None and parent.parent is not None and len(parent.children) == 1 and not parent.looks_at:
-            self._look(parent)
-        self._look_away(node)
+        if parent is not None and parent.parent is not None and len(parent.children) == 1:
+            self._look(parent, self._behind_newest_points(parent))
+        node.headers = set()
+        self._look(node)
         self._doubtful.pop(node, None)
 
     def unseen(self) -> Iterator[Node]:
@@ -43,18 +48,17 @@ class Lookback:
     def clear(self) -> None:
         self._doubtful.clear()
 
-    def _look(self, node: Node) -> None:
-        seen = tuple(self._behind_newest_points(node))
-        for each in seen:
-            each.watchers += 1
-        self._look_away(node)
-        node.looks_at = seen
-
-    def _look_away(self, node: Node) -> None:
+    def _look(self, node: Node, behind_points: Iterable[Node] = ()) -> None:
+        """Look at these runs from `node`, and behind the header that ends in it, and no longer at others."""
+        before, node.looks_at = node.looks_at, (*behind_points, *self._behind_header(node))
         for each in node.looks_at:
+            each.watchers += 1
+        for each in before:
             each.watchers -= 1
             self._doubtful[each] = None
-        node.looks_at = ()
+
+    def _behind_header(self, end: Node) -> Iterator[Node]:
+        return itertools.takewhile(lambda node: self.window.sees(node.start, node.end, end.headers), upwards(end))
 
     def _behind_newest_points(self, end: Node) -> Iterator[Node]:
         points: list[int] = []

@@ -6,6 +6,7 @@ of hops. The first tokens of a sequence (*sinks*: most attention goes there, and
 group's scale; StreamingLLM, arXiv 2309.17453) stay in native precision.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -88,15 +89,32 @@ class Precision:
 
 PRESETS = {
     "safe": Precision(8, 8),
-    "default": Precision(4, 4),
+    "compact": Precision(4, 4),
     "small": Precision(4, 2),
     "tiny": Precision(3, 2),
     "native": Precision(None, None),
 }
 
 
+RENAMED = {"default": "compact"}  # an old name goes on working
+
+
+def current_name(name: str) -> str:
+    """The name that a preset has today; an old one is said to be old (FutureWarning, shown once)."""
+    if name not in RENAMED:
+        return name
+    warnings.warn(
+        f'the preset "{name}" is called "{RENAMED[name]}" now: write precision="{RENAMED[name]}" '
+        '(what you get without a precision is "safe")',
+        FutureWarning,
+        stacklevel=2,
+    )
+    return RENAMED[name]
+
+
 def preset(name: str) -> Precision:
-    """The named precision. Raises InvalidSetting with the valid names."""
+    """The named precision, also by an old name. Raises InvalidSetting with the valid names."""
+    name = current_name(name)
     if name not in PRESETS:
         raise InvalidSetting(f"no preset {name!r}; the presets are {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -12,7 +12,7 @@ window keep their KV where one of a conversation's newest *points* (ends of turn
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from qkvshare_agents.access import Readers
 from qkvshare_agents.errors import InvalidSetting
@@ -35,6 +35,16 @@ from qkvshare_agents.prefix_tree import (
 from qkvshare_agents.shelf import Shelf
 from qkvshare_agents.span import Window
 from qkvshare_agents.turnstile import Turnstile
+
+
+@dataclass
+class _Outgrown:
+    """Open runs that made way. shares: up to which token each of their owners owned the conversation."""
+
+    shares: dict[str, int] = field(default_factory=dict)
+    points: set[int] = field(default_factory=set)
+    by: frozenset[str] = frozenset()
+    headers: set[int] = field(default_factory=set)
 
 
 class PageStore:
@@ -84,6 +94,7 @@ class PageStore:
         owners: Sequence[str] = (),
         *,
         points: Sequence[int] = (),
+        header: int = 0,
         computed_from: int = 0,
         by: str = "",
     ) -> int:
@@ -92,7 +103,8 @@ class PageStore:
         Full pages up to `sealed_tokens` are made with make_page(start, stop, True), the open rest with
         make_page(start, stop, False). `owners` become owners of all of it. Pages are made outside the lock
         and put into the tree afterwards, all or none: an error or a cancellation in between leaves the store
-        as it was. points: positions in `ids`, beside their end, from where it should be possible to go on.
+        as it was. points: positions in `ids`, beside their end, from where it should be possible to go on until newer
+        ones come; header: another one, for as long as its tokens are stored, where what others begin with ends.
         computed_from: the KV of ids from here on is new; pages that lack layers with a window are made again of it.
         by: the adapters that computed it.
         Raises InvalidSetting for an id that is negative or has more than 63 bits.
@@ -101,10 +113,11 @@ class PageStore:
         if run and not 0 <= min(run) <= max(run) < 2**63:
             raise InvalidSetting(f"token ids must be in 0 ... 2**63 - 1; these are in {min(run)} ... {max(run)}")
         with self._lock:
-            ahead = [point for point in (*points, len(run)) if point >= computed_from]
+            ahead = [point for point in (header, *points, len(run)) if point >= computed_from]
+            headers = {header} & set(ahead)
             found = self._look_up(run)
             if found.tokens == len(run):
-                self._settle(found.nodes, dict.fromkeys(owners, len(run)), ahead)
+                self._settle(found.nodes, dict.fromkeys(owners, len(run)), ahead, headers)
                 return 0
             base = self._find(run, lambda node, tokens: tokens * self._will_do(node, ahead, computed_from))
             lacking = [(n.start, min(n.end, base.tokens)) for n in base.nodes if self._lacks(n, ahead)]
@@ -121,14 +134,15 @@ class PageStore:
             if base.nodes and base.nodes[-1].parent is None:
                 return len(pages) + len(renewed)  # what others use had to go for what still others use
             self.evicted_pages += len(pages) - len(fitting)
-            shares, kept, others = self._drop_outgrown(run)
+            gone = self._drop_outgrown(run)
             node = self._end(base)
             for known in path(node):
                 if page := renewed.get((known.start, known.end)):
                     self._renew(known, page, by)
             for (start, stop, sealed), page in zip(spans, fitting, strict=False):
-                node = self._child(node, run[start:stop], page, sealed, others | {by})
-            self._settle(path(node), shares | dict.fromkeys(owners, len(run)), [*ahead, *kept])
+                node = self._child(node, run[start:stop], page, sealed, gone.by | {by})
+            shares = gone.shares | dict.fromkeys(owners, len(run))
+            self._settle(path(node), shares, [*ahead, *gone.points], headers | gone.headers)
         return len(pages) + len(renewed)
 
     def clear(self) -> None:
@@ -197,11 +211,14 @@ class PageStore:
         window = self.window
         return window is not None and window.sees(node.start, node.end, points) and not node.page.holds(window.layers)
 
-    def _settle(self, nodes: Sequence[Node], shares: Mapping[str, int], points: Collection[int]) -> None:
+    def _settle(
+        self, nodes: Sequence[Node], shares: Mapping[str, int], points: Collection[int], headers: Collection[int] = ()
+    ) -> None:
         """Note owners and points of a path that was stored or found, and keep what is looked back at from them."""
         credit(nodes, shares)
         for node in nodes:
             node.points.update(point for point in points if node.start < point <= node.end)
+            node.headers.update(header for header in headers if node.start < header <= node.end)
         self._shelf.touch(nodes)
         if self._lookback:
             self._lookback.settle(nodes)
@@ -221,18 +238,16 @@ class PageStore:
         """Open runs that `ids` go on from, or end with."""
         return [n for n, common in agreeing(self._root, ids) if not n.sealed and common == len(n.ids)]
 
-    def _drop_outgrown(self, ids: Ids) -> tuple[dict[str, int], set[int], frozenset[str]]:
-        """Remove open runs that `ids` go on from; returns up to which token each of their owners owned `ids`, their
-        points, and the adapters that computed them."""
-        shares: dict[str, int] = {}
-        points: set[int] = set()
-        adapters: frozenset[str] = frozenset()
+    def _drop_outgrown(self, ids: Ids) -> "_Outgrown":
+        """Remove open runs that `ids` go on from; returns what is to be known of their successors, too."""
+        gone = _Outgrown()
         for node in self._outgrown(ids):
+            gone.points |= node.points
+            gone.by |= node.by
+            gone.headers |= node.headers
+            inherit(gone.shares, node)
             self._remove(node)
-            points |= node.points
-            adapters |= node.by
-            inherit(shares, node)
-        return shares, points, adapters
+        return gone
 
     def _end(self, base: Match) -> Node:
         """The node below which new pages go: the match's last, or a slice of it when it is not used up."""
@@ -242,7 +257,9 @@ class PageStore:
         if base.last_tokens == len(last.ids):
             return last
         assert last.parent is not None
-        return self._child(last.parent, last.ids[: base.last_tokens], last.page, by=last.by)
+        head = self._child(last.parent, last.ids[: base.last_tokens], last.page, by=last.by)
+        head.headers |= {header for header in last.headers if header <= head.end}
+        return head
 
     def _child(self, parent: Node, ids: Ids, page: Page, sealed: bool = True, by: frozenset[str] = frozenset()) -> Node:
         layers = self.window.layers if self.window else frozenset()

@@ -71,7 +71,8 @@ class Node:
     start: tokens before the run. points: positions in it, counted from the conversation's begin, where a turn ended or
     a cue began. owners: who computed the run's KV or was handed it, and how many of its leading tokens. by: with which
     adapters it was computed. looks_at: whose layers with a window are kept for branches that end here; watchers: of
-    how many such branches this is one. A node without a parent is the root, or was removed.
+    how many such branches this is one. headers: positions in the run where the system text and tools of conversations
+    end. A node without a parent is the root, or was removed.
     """
 
     ids: Ids
@@ -86,6 +87,7 @@ class Node:
     by: frozenset[str] = frozenset()
     looks_at: "tuple[Node, ...]" = ()
     watchers: int = 0
+    headers: set[int] = field(default_factory=set)
 
     @property
     def end(self) -> int:

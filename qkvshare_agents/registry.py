@@ -5,6 +5,7 @@ was shared), so that a client holds only names and settings, and clients of the 
 """
 
 import hashlib
+import os
 import threading
 from dataclasses import asdict, fields
 
@@ -93,6 +94,18 @@ def drop_host(settings: HostSettings, name: str | None = None) -> None:
         ours = host is not None and _hosts.get(name) is host
     if ours:
         release_host(settings, name)
+
+
+def _forget_parents() -> None:
+    """After a fork: hosts of the parent answer nobody here, so the child opens its own under the same names."""
+    global _lock
+    _lock = threading.Lock()  # whoever held it is not here any more
+    for known in (_hosts, _users, _kept):
+        known.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents)
 
 
 def default_name(settings: HostSettings) -> str:

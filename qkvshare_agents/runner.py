@@ -279,7 +279,7 @@ class Runner:
         by = self._host.adapters
         try:
             for assembly, read in (*start.earlier, (start.assembly, fed)):
-                sealed_tokens += seal_read(start, kv, read, assembly or Assembly(), prompt.settled, precision, by)
+                sealed_tokens += seal_read(start, kv, read, assembly or Assembly(), prompt, precision, by)
         except CodecError as error:
             return (f"KV of this turn was not kept: {error}",)
         self._host.residents.note_turn(_key(turn), fed, sealed_tokens, min(prompt.header, len(fed)))

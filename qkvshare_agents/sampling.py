@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkvshare_agents.errors import InvalidSetting
+from qkvshare_agents.errors import InvalidSetting, ModelFault
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,17 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor, ids: list[int]) -> int:
-        """The next id from `logits` [V] (float32); `ids` are the turn's tokens so far, for the penalty."""
+        """The next id from `logits` [V] (float32); `ids` are the turn's tokens so far, for the penalty.
+
+        Raises ModelFault for NaN and Inf, which would choose a token that means nothing.
+        """
         s = self._sampling
         logits = logits.cpu()
+        if not logits.max().isfinite():  # NaN is larger than all
+            raise ModelFault(
+                "the model's logits are NaN or Inf: load it in float32 or bfloat16 (dtype=), or check its weights; "
+                "nothing of this turn was kept"
+            )
         if s.repetition_penalty != 1.0 and ids:
             seen = torch.tensor(sorted(set(ids)))
             scores = logits[seen]

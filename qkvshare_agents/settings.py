@@ -1,15 +1,18 @@
 """What a host is opened with."""
 
 import os
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from qkvshare_agents.cue import REPEATED_TOKENS
 from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
 from qkvshare_agents.integrity import check_secret
 from qkvshare_agents.models import DTYPES
-from qkvshare_agents.page import PRESETS, Precision, preset
+from qkvshare_agents.page import PRESETS, Precision, current_name, preset
 from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
 
 JOINT = "joint"  # widths are chosen for all agents together: `residents`
@@ -24,7 +27,9 @@ class HostSettings:
     several devices or (with an offload_folder) on disk; their KV lies where they run. precision: a preset's name;
     `joint` chooses widths for every agent, layer, keys and values so that the budget holds and attention moves least
     (average_bits: at most so many bits per value on average). budget_bytes: pages kept, over all agents. layout:
-    `relay` or `stock` (see transcript). system: the text that is the same for every agent of the relay layout. salt:
+    `relay` or `stock` (see transcript). system: the text that is the same for every agent of the relay layout.
+    repeat_instruction_tokens: a cue of the relay layout repeats its agent's instruction in full up to so many tokens,
+    and of a longer one the first sentences that fit (0: only an agent's first cue in the prompt has it). salt:
     hosts with another salt never find each other's pages (default: $QKVSHARE_SALT). secret: signs packages for other
     processes, which need the same one (default: $QKVSHARE_SECRET; "": unsigned).
     decoding: `loop` decodes by our own loop, `generate` by transformers' `generate`, whose static caches torch.compile
@@ -34,9 +39,9 @@ class HostSettings:
     packed_history: a turn reads what it continues from where it is stored, packed, and makes no native copy of it: less
     memory, slower prompts (not together with `splice`, nor for layers with a window).
     context_tokens: use less than the model's context (None: all of it). fit: what becomes of a prompt that does not
-    fit into it together with its answer: `drop_head` drops what follows the system text, `drop_least_attended` the
-    tokens that received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
-    ContextOverflow.
+    fit into it together with its answer: `drop_head` drops the oldest messages, `drop_least_attended` those that
+    received least attention, `summarise` lets the agent sum up the older messages first, `error` raises
+    ContextOverflow. System text, tools, instruction, task and the newest user message stay.
     splice: in the `stock` layout, continue from KV of what others said although it was computed behind another prompt.
     An approximation; the first `recompute_tokens` of such a text are computed anew.
     projectors: files of `qkvshare projector`, by which KV of other models is taken as an approximation.
@@ -62,6 +67,7 @@ class HostSettings:
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
+    repeat_instruction_tokens: int = REPEATED_TOKENS
     salt: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SALT", ""), repr=False)
     secret: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SECRET", ""), repr=False)
     share: str = field(default_factory=lambda: os.environ.get("QKVSHARE_SHARE", ""), repr=False)
@@ -79,12 +85,14 @@ class HostSettings:
     lora: Literal["refuse", "share_base"] = "refuse"
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"no dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
         if self.decoding not in ("auto", "loop", "generate"):
             raise InvalidSetting(f'no decoding {self.decoding!r}; choose "auto", "loop" or "generate"')
         if self.device is not None and self.device_map is not None:
             raise InvalidSetting("device is for the whole model, device_map for its layers: give one of them")
+        object.__setattr__(self, "precision", current_name(self.precision))
         if self.precision not in {*PRESETS, JOINT}:
             names = ", ".join(PRESETS)
             raise InvalidSetting(f"no preset {self.precision!r}; the presets are {names}, and {JOINT}")
@@ -106,7 +114,7 @@ class HostSettings:
             raise InvalidSetting(f"recompute_tokens must not be negative: {self.recompute_tokens}")
         if self.context_tokens is not None and self.context_tokens < SHORTEST_CONTEXT:
             raise InvalidSetting(f"context_tokens must be at least {SHORTEST_CONTEXT}, not {self.context_tokens}")
-        for name in ("budget_bytes", "refresh_every"):
+        for name in ("budget_bytes", "refresh_every", "repeat_instruction_tokens"):
             if getattr(self, name) < 0:
                 raise InvalidSetting(f"{name} must not be negative: {getattr(self, name)}")
         if not self.coarse_limit > 0 or not (self.canary_limit is None or self.canary_limit > 0):  # nor NaN
@@ -114,7 +122,38 @@ class HostSettings:
                 f"canary_limit ({self.canary_limit}) and coarse_limit ({self.coarse_limit}) must be above 0"
             )
 
+    def _check_types(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not _is_a(value, hints[f.name]):
+                shown = repr(value) if f.repr else f"a {type(value).__name__}"
+                example = ", e.g. 2 * 1024**3 for 2 GB" if f.name.endswith("_bytes") else ""
+                raise InvalidSetting(f"{f.name} must be {_named(hints[f.name])}{example}, not {shown}")
+
     @property
     def base_precision(self) -> Precision:
         """What all pages have in common."""
         return Precision() if self.precision == JOINT else preset(self.precision)
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    """Whether a setting has the type that its annotation says; words of a Literal are checked with its choices."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_a(value, part) for part in arguments)
+    if origin is tuple:  # or JSON's list
+        return isinstance(value, tuple | list) and all(_is_a(item, arguments[0]) for item in value)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return isinstance(value, str if origin is Literal else origin or hint)
+
+
+def _named(hint: Any) -> str:
+    """An annotation in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_named(part) for part in arguments)
+    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+    words |= {type(None): "None", Literal: "text", tuple: "a list of texts", dict: "a dictionary"}
+    return words.get(origin or hint, str(hint))

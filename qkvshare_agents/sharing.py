@@ -90,8 +90,8 @@ class SharingHost(Host):
         self._paused_until = 0.0
         self._open()
 
-    def close(self) -> None:
-        super().close()
+    def _shut(self) -> None:
+        super()._shut()
         if self._transport:
             self._transport.close()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qkvshare_agents.fitting import Room, room_for
 from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.transcript import Message, Prompt
+from qkvshare_agents.transcript import Message, Prompt, is_human
 from qkvshare_agents.turn import Turn
 
 if TYPE_CHECKING:
@@ -42,22 +42,23 @@ class Summaries:
     def shorten(self, turn: Turn, prompt: Prompt, write: Callable[[Turn], str]) -> Summed:
         """`turn`, if its prompt is too long with its older messages replaced by a summary. write: answers a turn.
 
-        The newest message stays; if that alone is too long, the turn is still too long afterwards.
+        The newest message, the task and the newest user message stay, and results stay with their calls; if those
+        alone are too long, the turn is still too long afterwards.
         """
         if self._host.settings.fit != "summarise" or self._writing or len(turn.messages) < 2:
             return Summed(turn, prompt)
         room, before = room_for(self._host.context_tokens, turn.sampling.max_tokens), len(prompt.ids)
         if not room.lacks(before):
             return Summed(turn, prompt)
-        messages, replaced = self._recall(turn)
-        short = replace(turn, messages=messages)
+        replaced, text = self._recall(turn)
+        short = _replaced(turn, replaced, text)
         if room.lacks(self._tokens(short)):
-            older = self._older(short, room)
-            if older:
-                text = self._write(replace(short, messages=messages[:older]), room, write)
-                replaced = len(turn.messages) - (len(messages) - older)
+            older = self._older(turn, replaced, room)
+            if older > replaced:
+                known = _replaced(replace(turn, messages=turn.messages[:older]), replaced, text)
+                replaced, text = older, self._write(known, room, write)
                 self._keep(turn.scope, turn.messages[:replaced], text)
-                short = replace(turn, messages=(_summary(text), *messages[older:]))
+                short = _replaced(turn, replaced, text)
         shorter = self._host.prompt(short)
         after = len(shorter.ids)
         if after >= before:
@@ -65,19 +66,20 @@ class Summaries:
         why = f"fitted: the {replaced} oldest messages were replaced by a summary, {after} instead of {before} tokens"
         return Summed(short, shorter, before - after, (why,))
 
-    def _recall(self, turn: Turn) -> tuple[Messages, int]:
-        """The messages, the oldest of which are replaced by what is known to sum them up, and how many that are."""
+    def _recall(self, turn: Turn) -> tuple[int, str]:
+        """How many of the oldest messages are known to be summed up, and the summary."""
         for count in range(len(turn.messages) - 1, 0, -1):
             if text := self._known.get((turn.scope, turn.messages[:count])):
                 self._known.move_to_end((turn.scope, turn.messages[:count]))
-                return (_summary(text), *turn.messages[count:]), count
-        return turn.messages, 0
+                return count, text
+        return 0, ""
 
-    def _older(self, turn: Turn, room: Room) -> int:
-        """How many messages to sum up, so that the rest leaves room for some turns to come."""
-        last = len(turn.messages) - 1
+    def _older(self, turn: Turn, replaced: int, room: Room) -> int:
+        """How many messages to sum up, so that the rest leaves room for some turns to come; no call without its
+        results, and more than are `replaced` already, or 0."""
         wanted = room.prompt - 2 * (room.prompt // _SHARE)
-        return next((n for n in range(1, last) if self._tokens(_behind(turn, n)) <= wanted), last)
+        counts = [n for n in range(replaced + 1, len(turn.messages)) if turn.messages[n].role != "tool"]
+        return next((n for n in counts if self._tokens(_replaced(turn, n, "")) <= wanted), max(counts, default=0))
 
     def _write(self, turn: Turn, room: Room, write: Callable[[Turn], str]) -> str:
         """turn: the messages to sum up. Who said the last of them writes, if that is a member."""
@@ -105,5 +107,11 @@ def _summary(text: str) -> Message:
     return Message("user", _OPENING + text, "user")
 
 
-def _behind(turn: Turn, older: int) -> Turn:
-    return replace(turn, messages=turn.messages[older:])
+def _replaced(turn: Turn, count: int, text: str) -> Turn:
+    """The turn with its `count` oldest messages replaced by a summary; the task and the newest user message stay."""
+    asked = [n for n, m in enumerate(turn.messages) if m.role == "user" and is_human(m)]
+    task, newest = (asked[0], asked[-1]) if asked else (0, 0)
+    kept = turn.messages[newest : newest + 1] if task < newest < count else ()
+    first = turn.messages[task : task + 1] if task < count else ()
+    messages = (*first, _summary(text), *kept, *turn.messages[count:])
+    return replace(turn, messages=messages) if count else turn

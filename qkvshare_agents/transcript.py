@@ -2,19 +2,22 @@
 
 Frameworks give every agent its own system message first and turn roles around per viewer, so two agents'
 prompts part after a few tokens. The `relay` layout is the same for every viewer: a system text for all, then
-for each answer a user turn that ends with a *cue*, which names the next member and, the first time, carries
-its instruction. All that an agent adds to what the previous one computed is its own cue. The `stock` layout
-keeps the framework's order; there only an agent's own earlier prompt is a prefix of its next one.
+for each answer a user turn that ends with a *cue*. A cue names the next member and carries its instruction: whole in
+the member's first cue of the prompt, in later ones as far as `repeat_instruction_tokens` reach. All that an agent
+adds to what the previous one computed is its own cue. The `stock` layout keeps the framework's order; there only an
+agent's own earlier prompt is a prefix of its next one.
 
 A prompt is a pure function of (messages, speaker, members, system, template, ledger).
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any, Literal
 
+from qkvshare_agents.cue import REPEATED_TOKENS, Cues
 from qkvshare_agents.errors import InvalidMessage
 from qkvshare_agents.ledger import Ledger, Member, Members
 from qkvshare_agents.template import Ids, Template
@@ -28,6 +31,7 @@ SHARED_SYSTEM = (
     "[editor], says which agent answers next and what its task is. Answer only as that agent."
 )
 _HUMAN = ("", "user")
+_BETWEEN = "\n\n"  # messages in one user turn
 NO_RESULT = "(no result)"
 
 
@@ -85,15 +89,48 @@ class View:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The ids [first, stop) of a prompt that say one message, with the space behind it, or (None) a cue."""
+
+    first: int
+    stop: int
+    message: Message | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Where an answer stands in a prompt, and what leads to it.
+
+    first: where the delimiter before it begins (the header's end for the first). parts: the user turn's messages and
+    its cue, or the results of tools that the answer before it called (results). opening: where the delimiter before the
+    answer begins; answer, stop: the answer, empty if it is the one to come. said: its message, None if it is to come.
+    name: who answers. instructs: the cue says more of the member's instruction than its later ones do.
+    """
+
+    first: int
+    parts: tuple[Part, ...]
+    opening: int
+    answer: int
+    stop: int
+    said: Message | None
+    name: str = ""
+    results: bool = False
+    instructs: bool = False
+
+
+@dataclass(frozen=True)
 class Prompt:
     """ids: the whole prompt. settled: how many of them stand before the newest user turn, so that an earlier
     turn may have computed them. answers: where each earlier answer ends, and whose it is. header: how many ids stand
-    before the first user text."""
+    before the first user text. exchanges: the boundaries of what follows it; the last one is the answer to come.
+    alternates: the template can't have two user turns one after the other."""
 
     ids: Ids
     settled: int
     answers: tuple[tuple[int, str], ...] = ()
     header: int = 0
+    exchanges: tuple[Exchange, ...] = ()
+    alternates: bool = False
 
     def last_answerer(self, tokens: int) -> str:
         """Whose answer is the last one within the first `tokens` ids ("" if none is)."""
@@ -103,11 +140,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What leads to an answer: user text, or tool results that the same speaker asked for."""
+    """What leads to an answer: user text, or tool results that the same speaker asked for.
 
-    text: str
-    results: tuple[Message, ...] = ()
+    texts: of the messages, and of the cue (None). results: texts and messages, too. name, instructs: as in `Exchange`.
+    """
+
+    texts: tuple[tuple[str, Message | None], ...]
+    results: tuple[tuple[str, Message], ...] = ()
     answer: Message | None = None
+    name: str = ""
+    instructs: bool = False
 
 
 def lay_out(
@@ -119,15 +161,20 @@ def lay_out(
     ledger: Ledger,
     layout: Layout = "relay",
     system: str = SHARED_SYSTEM,
+    repeat_instruction_tokens: int = REPEATED_TOKENS,
     view: View | None = None,
 ) -> Prompt:
-    """The prompt for `speaker`'s next answer. `messages` come without the speaker's own leading system message."""
+    """The prompt for `speaker`'s next answer. `messages` come without the speaker's own leading system message.
+
+    repeat_instruction_tokens: how much of a member's instruction its later cues say (relay layout); 0: nothing.
+    """
     view, messages = view or View(), _in_call_order(messages)
     if (view.layout or layout) == "relay":
         tools = _union(member.tools for member in {**members, speaker.name: speaker}.values())
+        cues = Cues(template.encoder, _labels(messages, speaker, members), view.handoffs, repeat_instruction_tokens)
         if view.visible is not None:
             members = {name: member for name, member in members.items() if name in view.visible}
-        turns = _relay_turns(messages, speaker, members, view.handoffs)
+        turns = _relay_turns(messages, speaker, members, cues)
     else:
         turns, system = _stock_turns(messages, speaker), speaker.instruction
         tools = _union([speaker.tools])
@@ -144,30 +191,21 @@ def answered(prompt: Prompt, said: Message, template: Template, ledger: Ledger) 
     return Prompt(ids, len(ids), (*prompt.answers, (len(ids), said.source)), prompt.header)
 
 
-def _relay_turns(
-    messages: Sequence[Message],
-    speaker: Member,
-    members: Members,
-    handoffs: Mapping[tuple[str, str], str],
-) -> list[_Turn]:
+def _relay_turns(messages: Sequence[Message], speaker: Member, members: Members, cues: Cues) -> list[_Turn]:
     turns: list[_Turn] = []
     pending: list[Message] = []
-    introduced: set[str] = set()
     unnamed = "" if speaker.label else speaker.name  # a caller without a name: so are its earlier answers
 
     def turn(name: str, answer: Message | None) -> _Turn:
         asked = turns[-1].answer if turns else None
         if asked and (asked.source or unnamed) == name and _answers(asked, pending):
-            return _Turn("", tuple(pending), answer)
+            results = tuple((cues.quoted(message.text), message) for message in pending)
+            return _Turn((), results, answer, name)
         member = speaker if name == speaker.name else members.get(name) or Member(name, name)
-        texts = [_plain(message, speaker.name) for message in pending]
-        instruction = "" if name in introduced else member.instruction
-        handoff = handoffs.get((asked.source, name), "") if asked else ""
-        # An agent that was never instructed and talks to people only is not given a name, either.
-        alone = not member.instruction and any(texts) and introduced <= {name}
-        label = f"[{member.label}]" if member.label and not alone else ""
-        introduced.add(name)
-        return _Turn(_join(*texts, " ".join(filter(None, (label, instruction, handoff)))), (), answer)
+        texts = [(cues.quoted(_plain(message, speaker.name)), message) for message in pending]
+        instructs = cues.instructs(member)
+        cue = cues.next(member, asked.source if asked else None, beside_text=any(text for text, _ in texts))
+        return _Turn((*texts, (cue, None)), (), answer, name, instructs)
 
     for message, following in zip_longest(messages, messages[1:]):
         if _is_answer(message, following, speaker, members):
@@ -177,6 +215,17 @@ def _relay_turns(
             pending.append(message)
     turns.append(turn(speaker.name, None))
     return turns
+
+
+def _labels(messages: Sequence[Message], speaker: Member, members: Members) -> frozenset[str]:
+    """Whom cues may name. Of all members, whatever the speaker's view, so that all viewers get the same prompt."""
+    answerers = (message.source for message in messages if message.role == "assistant")
+    return frozenset((*answerers, *(member.label for member in (*members.values(), speaker))))
+
+
+def is_human(message: Message) -> bool:
+    """Whether no agent wrote this, as far as its source says."""
+    return message.source in _HUMAN
 
 
 def _is_answer(message: Message, following: Message | None, speaker: Member, members: Members) -> bool:
@@ -195,8 +244,9 @@ def _stock_turns(messages: Sequence[Message], speaker: Member) -> list[_Turn]:
 
     def turn(answer: Message | None) -> _Turn:
         if turns and turns[-1].answer and _answers(turns[-1].answer, pending):
-            return _Turn("", tuple(pending), answer)
-        return _Turn(_join(*(_plain(message, speaker.name) for message in pending)), (), answer)
+            results = tuple((message.text, message) for message in pending)
+            return _Turn((), results, answer, speaker.name)
+        return _Turn(tuple((_plain(message, speaker.name), message) for message in pending), (), answer, speaker.name)
 
     for message in messages:
         if message.role == "assistant" and message.source in ("", speaker.name):
@@ -212,27 +262,65 @@ def _assemble(
     turns: Sequence[_Turn], system: str, tools: Sequence[Mapping[str, Any]], template: Template, ledger: Ledger
 ) -> Prompt:
     ids: list[int] = []
-    answers: list[tuple[int, str]] = []
-    settled = 0
-    header = template.head("", tools, system) if template.folds_system else template.head(system, tools)
+    exchanges: list[Exchange] = []
+    first = 0
     for index, turn in enumerate(turns):
         settled = len(ids)
-        results = template.tool_results([(m.call_id, m.tool, m.text) for m in turn.results]) if turn.results else None
+        results = (
+            template.tool_results([(m.call_id, m.tool, text) for text, m in turn.results]) if turn.results else None
+        )
         if results is None:
-            text = _join(turn.text, *map(_plain, turn.results))
-            if index:
-                ids += template.user(text)
-            elif template.folds_system:
-                ids += template.head("", tools, _join(system, text))
-            else:
-                ids += template.head(system, tools, text)
+            said = [(text, message) for text, message in (*turn.texts, *_texts(turn.results)) if text]
+            begin = template.user if index else _beginning(template, system, tools, alone=not said)
+            opened, spoken = _user_turn([text for text, _ in said], begin, template)
+            ids += opened
+            first = first or len(ids)
+            parts = []
+            for (_, message), part in zip(said, spoken, strict=True):
+                parts.append(Part(len(ids), len(ids) + len(part), message))
+                ids += part
+            opening = len(ids)
             ids += template.past_turn
         else:
             ids += results
+            opening = len(ids)
+            parts = [Part(settled, opening, message) for _, message in turn.results]
+        answer = len(ids)
         if turn.answer is not None:
             ids += ledger.find(turn.answer.ledger_key) or template.answer(_answer(turn.answer))
-            answers.append((len(ids), turn.answer.source))
-    return Prompt((*ids, *template.thought), settled, tuple(answers), len(header))
+        exchanges.append(
+            Exchange(
+                settled if index else first, tuple(parts), opening, answer, len(ids), turn.answer, turn.name,
+                bool(turn.results), turn.instructs,
+            )
+        )  # fmt: skip
+    answers = tuple((e.stop, e.said.source) for e in exchanges if e.said is not None)
+    alternates = not template.end or template.past_turn[: len(template.end)] != template.end
+    return Prompt((*ids, *template.thought), settled, answers, first, tuple(exchanges), alternates)
+
+
+def _beginning(
+    template: Template, system: str, tools: Sequence[Mapping[str, Any]], *, alone: bool
+) -> Callable[[str], Ids]:
+    """What makes ids of the header and a first user text. alone: there is no such text."""
+    if not template.folds_system:
+        return partial(template.head, system, tools)
+    if not system:
+        return partial(template.head, "", tools)
+    folded = template.head("", tools, system if alone else system + _BETWEEN)
+    return lambda text: folded + template.encoder.text(text)
+
+
+def _user_turn(texts: Sequence[str], begin: Callable[[str], Ids], template: Template) -> tuple[Ids, list[Ids]]:
+    """Ids that open a user turn, and those of each of its texts: encoded apart, so that each may go on its own."""
+    opened = begin("")
+    spaced = [text + _BETWEEN for text in texts[:-1]] + list(texts[-1:])
+    first = [begin(text)[len(opened) :] for text in spaced[:1]]
+    return opened, [*first, *map(template.encoder.text, spaced[1:])]
+
+
+def _texts(results: Sequence[tuple[str, Message]]) -> Iterable[tuple[str, Message]]:
+    return ((result_text(message.tool, text), message) for text, message in results)
 
 
 def _plain(message: Message, reader: str = "") -> str:
@@ -294,7 +382,7 @@ def _answers(asked: Message, messages: Sequence[Message]) -> bool:
 
 
 def _join(*texts: str) -> str:
-    return "\n\n".join(filter(None, texts))
+    return _BETWEEN.join(filter(None, texts))
 
 
 def _union(groups: Iterable[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:

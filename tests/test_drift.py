@@ -159,7 +159,7 @@ def test_canaries_that_are_none_are_refused(edit, why: str) -> None:
 # At the receiver
 
 
-@pytest.mark.parametrize("precision", ["native", "safe", "default", "small", "tiny"])
+@pytest.mark.parametrize("precision", ["native", "safe", "compact", "small", "tiny"])
 @pytest.mark.parametrize("tokens", [1, 3, 24])
 def test_right_kv_comes_in_and_the_report_says_how_far_it_was_off(precision: str, tokens: int) -> None:
     a, b = host(precision=precision), host(precision=precision, canary_limit=None)
@@ -251,7 +251,7 @@ def _mapped(page: Page, edit) -> Page:
 LIES = [of_other_text, a_few_tokens_later, layers_swapped, damaged, one_layer_of_one_page, of_another_model]
 
 
-@pytest.mark.parametrize("precision", ["safe", "default"])
+@pytest.mark.parametrize("precision", ["safe", "compact"])
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 @pytest.mark.parametrize("secret", ["", packages.SECRET])
 def test_a_well_formed_lie_is_caught_and_leaves_nothing(lie, precision: str, secret: str) -> None:
@@ -405,8 +405,8 @@ def test_where_no_turn_ended_the_canary_is_computed() -> None:
 
 def test_own_pages_have_their_own_rounding() -> None:
     """Where the receiver has read some of the text itself, its pages are not the sender's, and the limit is wider."""
-    _, messages, out = sent(precision="default")
-    b = host(precision="default")
+    _, messages, out = sent(precision="compact")
+    b = host(precision="compact")
     edited = replace(TASK, text=TASK.text[:200])
     say(b, "a", [edited])
     sharp = say(b, "a", [TASK])

@@ -76,7 +76,7 @@ def test_native_is_exact_and_lost_context_shows(rows: dict[str, dict]) -> None:
 
 
 def test_fewer_bits_are_further_off(rows: dict[str, dict]) -> None:
-    for names in (["safe", "default", "k2v2"], ["float16", "int8 per token", "int4 per token"]):
+    for names in (["safe", "compact", "k2v2"], ["float16", "int8 per token", "int4 per token"]):
         errors, sizes = ([rows[name][key] for name in names] for key in ("mean_kl", "stored_bytes"))
         assert errors == sorted(errors) and sizes == sorted(sizes, reverse=True)
 
@@ -260,7 +260,7 @@ def test_without_humaneval_the_rest_is_measured(engine: Engine) -> None:
 
 
 def test_deflated_pages_are_smaller_and_the_same(rows: dict[str, dict]) -> None:
-    packed, whole = rows["default, deflated"], rows["default"]
+    packed, whole = rows["compact, deflated"], rows["compact"]
     assert packed["stored_bytes"] < whole["stored_bytes"]
     assert packed["mean_kl"] == whole["mean_kl"] and packed["repeat_mean_kl"] == whole["repeat_mean_kl"]
 
@@ -288,9 +288,9 @@ def test_on_the_demo_model_no_other_scheme_is_better_at_any_size(demo_engine: En
     # between the presets' sizes, for competitors of 8 bits that are a little smaller than `safe`
     result = fidelity.run(plan=cases.REDUCED, engine=demo_engine, extra={"k8v4": Precision(8, 4)})
     rows = {row["scheme"]: row for row in result["rows"]}
-    assert rows["safe"]["mean_kl"] < 1e-4 and rows["default"]["mean_kl"] < 1e-2 and rows["tiny"]["mean_kl"] < 0.15
+    assert rows["safe"]["mean_kl"] < 1e-4 and rows["compact"]["mean_kl"] < 1e-2 and rows["tiny"]["mean_kl"] < 0.15
     for key in ("mean_kl", "repeat_mean_kl"):
-        kls = [rows[name][key] for name in ("safe", "default", "small", "tiny", "no_context")]
+        kls = [rows[name][key] for name in ("safe", "compact", "small", "tiny", "no_context")]
         assert kls == sorted(kls), key
     measured = [r for r in result["rows"] if "skipped" not in r]
     for other in (r for r in measured if r["group"] == "other" and r["scheme"] != "float16"):
@@ -298,5 +298,5 @@ def test_on_the_demo_model_no_other_scheme_is_better_at_any_size(demo_engine: En
         ours = [r for r in measured if r["group"] == "ours" and r["stored_bytes"] <= limit] or [rows["tiny"]]
         assert min(r["mean_kl"] for r in ours) < other["mean_kl"], other["scheme"]
     for key in ("mean_kl", "repeat_mean_kl"):
-        assert min(rows["no_context"][key], rows["wrong_context"][key]) > 20 * rows["default"][key]
+        assert min(rows["no_context"][key], rows["wrong_context"][key]) > 20 * rows["compact"][key]
     assert rows["no_context"]["needle_hits"] == 0 < rows["native"]["needle_hits"] == rows["safe"]["needle_hits"]

@@ -77,7 +77,7 @@ def test_a_handoff_over_bytes_is_exact() -> None:
     assert a.modes == ["TEXT", "KV"]
 
 
-@pytest.mark.parametrize("precision", ["safe", "default"])
+@pytest.mark.parametrize("precision", ["safe", "compact"])
 def test_two_processes_say_what_one_says(precision: str) -> None:
     """Quantized: the receiver's logits are bit for bit those of the sender's own continuation."""
     settings = HostSettings("tiny", precision=precision, secret=SECRET)

@@ -90,7 +90,7 @@ def test_where_state_is_missing_the_text_is_read_and_the_report_says_so() -> Non
     messages = [TASK]
     for _ in range(3):
         answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result()
-        messages.append(Message("user", answer.text, "a"))
+        messages.append(Message("assistant", answer.text, "a"))
     h.snapshots.clear()
     report = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result().report
     assert report.mode.value == "TEXT" and "state and windows are kept only where turns end" in report.reasons[0]
@@ -102,7 +102,8 @@ def test_payload_counts_the_state() -> None:
     h = ScriptedHost(lambda prompt: "Yes, that is so.", engine=engine)
     member = h.roster.learn("", "a", "You are a.")
     said = h.submit(Turn(member, "", (TASK,), Sampling(max_tokens=30))).result().text
-    report = h.submit(Turn(member, "", (TASK, Message("user", said, "a")), Sampling(max_tokens=30))).result().report
+    history = (TASK, Message("assistant", said, "a"))
+    report = h.submit(Turn(member, "", history, Sampling(max_tokens=30))).result().report
     kept = max(h.snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
     assert report.payload_bytes == kept.nbytes > 0 and report.payload_ratio == pytest.approx(2.0)
 
@@ -163,7 +164,7 @@ def test_a_packed_history_is_not_for_indexers() -> None:
     member, messages = h.roster.learn("", "a", "You are a."), [TASK]
     for _ in range(2):
         answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result()
-        messages.append(Message("user", answer.text, "a"))
+        messages.append(Message("assistant", answer.text, "a"))
     assert h.modes == ["TEXT", "KV"]
     h.assert_exact()
 

@@ -48,7 +48,7 @@ def test_a_handoff_beyond_the_window_is_exact_and_the_presets_stay_close(gemma: 
     assert gemma.refusal is None and gemma.shape and 512 in gemma.shape.windows
     expected = replayed(gemma, ids)
     assert (behind(gemma, ids, "native") - expected).norm() / expected.norm() < 1e-4
-    for preset, limit in (("safe", 5e-3), ("default", 5e-2), ("small", 0.2), ("tiny", 0.4)):
+    for preset, limit in (("safe", 5e-3), ("compact", 5e-2), ("small", 0.2), ("tiny", 0.4)):
         got = behind(gemma, ids, preset)
         kl = sum(kl_divergence(a, b) for a, b in zip(expected, got, strict=True)) / len(expected)
         assert 0 < kl < limit, preset

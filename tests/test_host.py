@@ -1,8 +1,11 @@
 """The host: one model, many agents, one turn at a time; what it keeps, what it refuses, how it ends."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from scripted import ScriptedHost
 from support import tiny_engine, tiny_tokenizer
 
 from qkvshare_agents.engine import Engine
-from qkvshare_agents.errors import Cancelled, ContextOverflow, HostClosed, InvalidSetting
+from qkvshare_agents.errors import Cancelled, ContextOverflow, HostBusy, HostClosed, InvalidSetting, ModelFault
 from qkvshare_agents.eval.families import tiny_model as tiny_family
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.ledger import Member
@@ -276,6 +279,69 @@ def test_closed_and_forked_hosts_refuse_work(monkeypatch: pytest.MonkeyPatch) ->
         h.submit(turn())
 
 
+@pytest.mark.parametrize("ask", ["result", "exception"])
+def test_waiting_in_a_callback_for_a_later_turn_is_an_error_and_queueing_one_is_not(ask: str) -> None:
+    h, later, errors = host(), [], []
+
+    def on_text(_: str) -> None:
+        if not later:
+            later.append(h.submit(turn("b")))
+            try:
+                getattr(later[0], ask)()
+            except HostBusy as error:
+                errors.append(str(error))
+
+    assert h.submit(turn(), on_text=on_text).result(timeout=30).completion_tokens
+    assert len(errors) == 1 and "add_done_callback" in errors[0]
+    assert later[0].result(timeout=30).completion_tokens
+    told: list[int] = []
+    later[0].add_done_callback(lambda done: told.append(done.result().completion_tokens))  # done: nobody waits
+    assert told == [later[0].result().completion_tokens]
+
+
+def test_closing_in_a_callback_lets_the_turn_end_and_refuses_the_next() -> None:
+    h, queued = host(), []
+
+    def on_text(_: str) -> None:
+        if not queued:
+            queued.append(h.submit(turn("b")))
+            h.close()
+            with pytest.raises(HostClosed):
+                queued.append(h.submit(turn("c")).result)
+                queued[-1](timeout=30)
+
+    future = h.submit(turn(), on_text=on_text)
+    deadline = time.monotonic() + 30
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert future.result(timeout=0).completion_tokens
+    with pytest.raises(HostClosed):
+        queued[0].result(timeout=30)
+    with pytest.raises(HostClosed):
+        h.submit(turn()).result(timeout=30)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("first", [0, 5])
+def test_logits_that_are_no_numbers_end_the_turn_with_an_error(temperature: float, value: float, first: int) -> None:
+    h = host()
+    before = h.submit(turn()).result()
+    pages, turns, calls = h.store.page_count, len(h.reports), []
+
+    def spoil(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return logits.index_fill(-1, torch.tensor([7]), value) if len(calls) > first else logits
+
+    hook = h.engine.model.lm_head.register_forward_hook(spoil)
+    question = Message("user", "Another question, and a long one.", "user")
+    with pytest.raises(ModelFault, match="NaN or Inf"):
+        h.submit(turn("b", question, temperature=temperature)).result()
+    hook.remove()
+    assert (h.store.page_count, len(h.reports)) == (pages, turns), "nothing of it was kept"
+    assert h.submit(turn()).result().text == before.text
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(InvalidSetting, match="safe"):
         HostSettings("m", precision="int7")
@@ -285,6 +351,49 @@ def test_settings_are_checked() -> None:
         HostSettings("m", budget_bytes=-1)
     with pytest.raises(TypeError):
         HostSettings("m", bugdet=1)
+
+
+WRONG: dict[str, object] = {
+    "budget_bytes": "2GB", "average_bits": "3", "context_tokens": 2048.0, "refresh_every": True, "coarse_limit": None,
+    "canary_limit": "high", "recompute_tokens": None, "projectors": "one.safetensors", "device": 0, "device_map": 1,
+    "handoff": "no", "splice": 1, "thinking": "yes", "measure_replay": None, "packed_history": 0, "system": None,
+    "offload_folder": 3, "attn_implementation": 7, "layout": 1, "fit": None, "lora": 0, "decoding": None, "dtype": 16,
+    "precision": 8, "salt": b"s3cret", "secret": 5.5, "share": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(HostSettings) if f.name != "model"])
+def test_the_type_of_every_setting_is_checked(name: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"^{name} must be ") as error:
+        HostSettings("m", **{name: WRONG[name]})
+    assert "s3cret" not in str(error.value)
+    assert name != "budget_bytes" or "2 * 1024**3" in str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_child_opens_hosts_of_its_own() -> None:
+    code = """
+import os, sys
+sys.path.insert(0, "tests")
+from support import tiny_engine
+from qkvshare_agents import registry
+from test_host import HostClosed, HostSettings, turn
+engine = tiny_engine()
+parents = registry.open_host(HostSettings("tiny"), "shared", engine=engine)
+said = parents.submit(turn()).result().text
+child = os.fork()
+if not child:
+    try:
+        parents.submit(turn())
+    except HostClosed:
+        parents.close()
+        own = registry.open_host(HostSettings("tiny"), "shared", engine=engine)
+        os._exit(own is parents or own.submit(turn()).result(timeout=30).text != said)
+    os._exit(2)
+print(os.waitpid(child, 0)[1], parents.submit(turn()).result().text == said)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr
 
 
 def test_many_handoffs_keep_memory_flat() -> None:

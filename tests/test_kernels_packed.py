@@ -14,7 +14,7 @@ from qkvshare_agents.page import Precision, preset
 IDS = [(7 * i + 3) % 600 for i in range(300)]
 PRECISIONS = {
     "safe": preset("safe"),
-    "default": preset("default"),
+    "compact": preset("compact"),
     "tiny": preset("tiny"),
     "residual": Precision(4, 4, residual_length=70),
     "groups": Precision(3, 2, key_group_size=32, value_group_size=4),
@@ -49,7 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("llama", name) for name in PRECISIONS), ("qwen3", "default"), ("gpt2", "tiny")]
+    ("kind", "name"), [*(("llama", name) for name in PRECISIONS), ("qwen3", "compact"), ("gpt2", "tiny")]
 )
 def test_logits_equal_those_behind_opened_pages(kind: str, name: str, counted: list[str]) -> None:
     engine = tiny_engine(kind)
@@ -76,7 +76,7 @@ def test_windows_and_sinks_are_the_models_own(kind: str, counted: list[str]) -> 
     assert engine.shape is not None
     kv = PackedCache(engine.shape)
     run = packed_attention.begin(engine, kv)
-    packed_attention.feed(engine, run, kv, IDS[:200], preset("default"))
+    packed_attention.feed(engine, run, kv, IDS[:200], preset("compact"))
     beside = engine.begin(opened(engine, kv))
     counted.clear()
     for token in IDS[200:210]:
@@ -87,7 +87,7 @@ def test_windows_and_sinks_are_the_models_own(kind: str, counted: list[str]) -> 
 def test_no_native_copy_of_the_history_is_held() -> None:
     engine = tiny_engine("llama", num_hidden_layers=6)
     assert engine.shape is not None
-    precision = preset("default")
+    precision = preset("compact")
     kv = PackedCache(engine.shape)
     run = packed_attention.begin(engine, kv)
     history = 1500

@@ -147,7 +147,7 @@ def test_the_codec_runs_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("QKVSHARE_KERNELS", name)
         assert codec.kernels_name(CPU) == name
         span = Span(64, (Block((0, 1), keys, values),))
-        pages.append(seal(span, preset("default"), starts_sequence=True))
+        pages.append(seal(span, preset("compact"), starts_sequence=True))
     for a, b in zip(*(page.parts for page in pages), strict=True):
         assert len(a.tensors()) == len(b.tensors()) > 2
         assert all(torch.equal(p, q) for p, q in zip(a.tensors(), b.tensors(), strict=True))

@@ -14,7 +14,7 @@ from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
 
 IDS = [(7 * i + i // 11) % 600 for i in range(400)]
-PRECISION = PRESETS["default"]
+PRECISION = PRESETS["compact"]
 
 
 def tiny(kind: str):
@@ -93,7 +93,7 @@ def talk(host: Host, rounds: int = 5) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "bloom"])
-@pytest.mark.parametrize("precision", ["native", "default"])
+@pytest.mark.parametrize("precision", ["native", "compact"])
 def test_a_host_says_the_same_with_a_packed_history(kind: str, precision: str) -> None:
     """bloom attends by itself: its layers become native one after the other."""
     hosts = [Host(HostSettings("tiny", precision=precision, packed_history=h), tiny(kind)) for h in (False, True)]

@@ -11,6 +11,7 @@ from qkvshare_agents.errors import CodecError, InvalidSetting
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.page import EMPTY_PAGE, PRESETS, Page, Precision, keep_native, preset, seal
 from qkvshare_agents.page_store import PageStore
+from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.span import Block, LayerGroup, Span
 
 L, H, D_KEY, D_VALUE = 2, 3, 32, 24
@@ -226,10 +227,14 @@ def test_a_reader_of_other_layers_is_refused() -> None:
 
 
 def test_presets() -> None:
-    assert list(PRESETS) == ["safe", "default", "small", "tiny", "native"]
+    assert list(PRESETS) == ["safe", "compact", "small", "tiny", "native"]
+    with pytest.warns(FutureWarning, match='"default" is called "compact" now'):
+        assert preset("default") is PRESETS["compact"]
+    with pytest.warns(FutureWarning, match='without a precision is "safe"'):
+        assert HostSettings("tiny", precision="default") == HostSettings("tiny", precision="compact")
     assert preset("safe") == Precision() and not preset("safe").is_native
     assert preset("native").is_native
-    with pytest.raises(InvalidSetting, match="no preset 'int7'; the presets are safe, default, small, tiny, native"):
+    with pytest.raises(InvalidSetting, match="no preset 'int7'; the presets are safe, compact, small, tiny, native"):
         preset("int7")
 
 

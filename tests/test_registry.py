@@ -162,7 +162,7 @@ def test_threads_that_open_and_release_at_once_leave_nothing_behind(engine: Engi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "int7"}, "the presets are safe, default, small, tiny, native"),
+        ({"precision": "int7"}, "the presets are safe, compact, small, tiny, native"),
         ({"layout": "sideways"}, "the layouts are relay, stock"),
         ({"budget_bytes": -1}, "budget_bytes must not be negative: -1"),
     ],

@@ -96,14 +96,14 @@ def test_a_precision_that_says_is_not_overruled(folder: Path, measured: list[boo
     for said in (Precision(4, 4, rotate_keys=True), PRESETS["native"]):
         assert rotation.settle(said, tiny_engine()) is said
     assert not measured
-    assert rotation.settle(PRESETS["default"], tiny_engine()) == Precision(4, 4, rotate_keys=False)
+    assert rotation.settle(PRESETS["compact"], tiny_engine()) == Precision(4, 4, rotate_keys=False)
 
 
 def test_a_host_settles_its_precision_while_it_loads(folder: Path, measured: list[bool]) -> None:
-    host = Host(HostSettings("tiny", precision="default"), tiny_engine())
+    host = Host(HostSettings("tiny", precision="compact"), tiny_engine())
     _ = host.engine
     assert len(measured) == 2 and host.precision.rotate_keys is False
-    without = Host(HostSettings("tiny", precision="default", handoff=False), tiny_engine(seed=3))
+    without = Host(HostSettings("tiny", precision="compact", handoff=False), tiny_engine(seed=3))
     _ = without.engine
     assert len(measured) == 2, "a host that hands nothing over needs no probe"
 

@@ -55,7 +55,7 @@ def turns(*counts: int) -> Callable[[dict[str, Any]], bool]:
 
 
 def test_a_running_host_is_seen_and_a_closed_one_is_not(runtime: Path) -> None:
-    host = Host(HostSettings("tiny", precision="default", budget_bytes=10**7), tiny_engine())
+    host = Host(HostSettings("tiny", precision="compact", budget_bytes=10**7), tiny_engine())
     assert status.running() == []
     got = answer(host)
     described = seen(turns(1))

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from templates import FAMILIES, tokenizer
 
+from qkvshare_agents.cue import quoted
 from qkvshare_agents.errors import InvalidMessage
 from qkvshare_agents.ledger import Ledger, Member, Members
 from qkvshare_agents.template import Ids, Template
@@ -95,7 +96,7 @@ def test_the_exact_text_of_a_relay() -> None:
     assert turns(text) == [
         "Add two numbers.\n\n[coder] You write Python.",
         "[tester] You write tests.",
-        "Faster!\n\n[coder]",
+        "Faster!\n\n[coder] You write Python.",
     ]
     assert roles(text) == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
 
@@ -150,7 +151,8 @@ def test_swarm_handoff_context() -> None:
 def test_swarm_two_messages_of_one_speaker() -> None:
     team = Team(CODER, TESTER)
     text = team.text("coder", user(TASK), user(TEST, "tester"), user("Transferred to coder.", "tester"))
-    assert turns(text) == [f"{TASK}\n\n[tester] {TESTER.instruction}", "[tester]", f"[coder] {CODER.instruction}"]
+    told = f"[tester] {TESTER.instruction}"
+    assert turns(text) == [f"{TASK}\n\n{told}", told, f"[coder] {CODER.instruction}"]
     assert roles(text)[1:] == ["user", "assistant"] * 3
 
 
@@ -290,7 +292,7 @@ def test_memory_adds_system_messages_in_the_middle() -> None:
     first = team.answer("coder", user(TASK), memory, text=CODE)
     again = (user(TASK), memory, said("coder", CODE), user("And subtract."), memory)
     assert continues(team.prompt("coder", *again), first)
-    assert turns(team.text("coder", *again))[1] == f"And subtract.\n\n{memory.text}\n\n[coder]"
+    assert turns(team.text("coder", *again))[1] == f"And subtract.\n\n{memory.text}\n\n[coder] {CODER.instruction}"
 
 
 def test_contexts_that_drop_messages() -> None:
@@ -325,7 +327,7 @@ def test_an_unnamed_caller() -> None:
     nameless = Member("#1234", "", "You are terse.")
     team = Team(nameless)
     text = team.text("#1234", user(TASK), said("", CODE), user("More."))
-    assert turns(text) == [f"{TASK}\n\nYou are terse.", "More."]
+    assert turns(text) == [f"{TASK}\n\nYou are terse.", "More.\n\nYou are terse."]
     assert turns(Team().text("", user("Hi."))) == ["Hi."]
 
 
@@ -387,7 +389,9 @@ def test_every_message_is_in_the_prompt_in_order(messages: list[Message], name: 
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
         ends = [at]  # results that stand together may change places
         for message in group:
-            expected = result_text(message.tool, message.text) if are_results else message.text
+            forms = (message.text, quoted(message.text, [*MEMBERS, message.source]))
+            forms = tuple(result_text(message.tool, form) for form in forms) if are_results else forms
+            expected = next((form for form in forms if form in text), forms[0])
             found = text.find(expected, at)
             assert found >= 0, f"{expected!r} is missing"
             ends.append(found + len(expected))

@@ -149,6 +149,63 @@ def test_whatever_is_edited_branched_or_repeated_is_exact(data: st.DataObject) -
     host._worker.shutdown()
 
 
+LONG = "Now write it once more, in other words, with some examples of what it is for, and then say why. "
+
+
+def long_winded(kind: str, rules: str = "Be brief, and say only what was asked for. " * 4) -> ScriptedHost:
+    """Answers, and the system text, are several times as long as the window."""
+    host = ScriptedHost(lambda prompt: LONG, engine=ENGINES[kind], system=rules)
+    for name in "abc":
+        host.roster.learn("", name, f"You are {name}, and you say what {name} says.")
+    return host
+
+
+def ask(host: ScriptedHost, name: str, messages: list[Message]) -> int:
+    """How many tokens were reused."""
+    answer = host.submit(replace(turn(host, name, messages), sampling=Sampling(max_tokens=200))).result()
+    messages.append(Message("assistant", answer.text, name))
+    return host.reports[-1].reused_tokens
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_same_prompt_again_is_not_read_again(kind: str) -> None:
+    host = long_winded(kind)
+    assert [ask(host, "a", [TASK]) for _ in range(2)] == [0, len(host.prompts[0].ids) - 1]
+    messages = [TASK]
+    for name in "aba":
+        ask(host, name, messages)
+    again = ask(host, "a", messages[:-1])
+    assert again > len(host.prompts[-1].ids) - 1 - SHORTEST_SLICE, "a later turn, tried again"
+    assert again > host.prompts[-1].settled
+    host.assert_exact()
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_other_conversations_begin_behind_the_shared_system_text(kind: str) -> None:
+    host = long_winded(kind)
+    messages = [TASK]
+    ask(host, "a", messages)
+    for number in range(3):
+        ask(host, "ab"[number % 2], messages)
+        other = [Message("user", f"Conversation {number} is about something else.", "user")]
+        assert ask(host, "c", other) > host.prompts[-1].header - SHORTEST_SLICE > 3 * WINDOW
+    host.assert_exact()
+
+
+def test_what_is_kept_for_headers_and_prompts_does_not_grow_with_the_conversation() -> None:
+    """One window behind the header, and what the last two turns look back at."""
+    host, held = long_winded("mistral"), []
+    messages = [TASK]
+    for i in range(9):
+        ask(host, "ab"[i % 2], messages)
+        windowed, full = held_tokens(host)
+        held.append(windowed)
+        turns_tokens = len(host.prompts[-1].ids) + 100 - host.prompts[max(0, i - 1)].settled
+        assert windowed <= turns_tokens + 2 * (WINDOW + 2 * 64)
+    assert full > 2 * held[-1] and max(held[6:]) <= max(held[:6]) + 64
+    host.assert_exact()
+
+
 # -- between processes ---------------------------------------------------------------------------------------------
 
 
@@ -243,7 +300,7 @@ class Writer:
     def __init__(self) -> None:
         self.store = SharedPageStore(b"root", 2**40, SHAPE.window)
 
-    def take_turn(self, ids: tuple[int, ...], settled: int) -> int:
+    def take_turn(self, ids: tuple[int, ...], settled: int, header: int = 0, residual: int = 0) -> int:
         """Returns how many tokens were handed over."""
         kv = KVCache(SHAPE)
         kv.clear(len(ids))
@@ -261,7 +318,9 @@ class Writer:
         def make_page(start: int, stop: int, sealed: bool) -> Page:
             return keep_native(kv.span(start, stop))
 
-        self.store.extend(ids, 32, len(ids), make_page, points=(settled, len(ids)), computed_from=at)
+        self.store.extend(
+            ids, 32, len(ids) - residual, make_page, points=(settled, len(ids)), header=header, computed_from=at
+        )
         assert self.store.match(ids).tokens > len(ids) - SHORTEST_SLICE, "the end of a turn can be continued from"
         return at
 
@@ -290,6 +349,26 @@ def test_what_the_store_hands_over_is_right_and_complete(data: st.DataObject) ->
         ids = (*base, *tail)
         writer.take_turn(ids, data.draw(st.integers(0, len(ids) - 1)))
         known.append(ids)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_the_end_of_a_header_can_be_continued_from_as_long_as_it_is_stored(data: st.DataObject) -> None:
+    writer, known, headers = Writer(), [()], []
+    for number in range(data.draw(st.integers(2, 14))):
+        base = known[-1]
+        if data.draw(st.integers(0, 3)) == 0:
+            base = data.draw(st.sampled_from(known))
+            base = base[: data.draw(st.integers(0, len(base)))]
+        ids = (*base, *[number] * data.draw(st.integers(1, 90)))
+        header, settled = (data.draw(st.integers(0, len(ids) - 1)) for _ in range(2))
+        if header < (at := writer.take_turn(ids, settled, header, data.draw(st.sampled_from([0, 40])))):
+            assert at <= len(ids)
+        elif header:
+            headers.append(ids[:header])
+        known.append(ids)
+        for begun in headers:
+            assert writer.store.match(begun).tokens > len(begun) - SHORTEST_SLICE
 
 
 def test_points_stay_until_newer_ones_come() -> None:

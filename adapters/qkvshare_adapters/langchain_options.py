@@ -24,6 +24,7 @@ class ChatOptions(BaseModel):
     budget_bytes: int = 2 * 1024**3
     layout: Layout = "relay"
     system: str = SHARED_SYSTEM
+    repeat_instruction_tokens: int = HostSettings.repeat_instruction_tokens
     packed_history: bool = False
     handoff: bool = True
     measure_replay: bool = False

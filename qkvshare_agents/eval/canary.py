@@ -29,7 +29,7 @@ from qkvshare_agents.span import Block, Span
 from qkvshare_agents.template import Ids
 from qkvshare_agents.transcript import SHARED_SYSTEM
 
-_TRIED = ("safe", "default")
+_TRIED = ("safe", "compact")
 # How many tokens before the end of the answer KV is handed over; each right one comes to two receivers
 _RIGHT_ENDS, _WRONG_ENDS = (0, 2, 4, 6, 8, 10, 12, 14), (0, 8)
 FAINT = ("a bit in 0.1 % of bytes", "one layer of one page")  # damage that may move nothing: not counted as wrong

@@ -149,7 +149,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 24, "head_dim": 12},
 }  # fmt: skip
 COLUMNS = ("exact", "reading", "cut", "fork", "fitting", "splice", "8", "4", "3", "3/2")
-_PRESET_OF = {"8": "safe", "4": "default", "3": "small", "3/2": "tiny"}
+_PRESET_OF = {"8": "safe", "4": "compact", "3": "small", "3/2": "tiny"}
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
 from qkvshare_agents.eval.packing import kl_divergences, seal_all
-from qkvshare_agents.fitting import Room, Spans, count, cut, cut_least, without
+from qkvshare_agents.fitting import Spans, count, cut, joined, without
 from qkvshare_agents.kv_cache import KVCache
 from qkvshare_agents.page import preset
 from qkvshare_agents.rotary import Rotary
@@ -124,7 +124,7 @@ def _methods(engine: Engine, turns: Rotary, keep: int) -> dict[str, Method]:
         return lambda text: ((first(text), first(text) + len(text.ids) - keep),)
 
     def least(text: _Text) -> Spans:
-        return cut_least(len(text.ids), text.header, _SINKS, text.mass.tolist(), Room(keep + 1, 1))
+        return _least_attended(text, keep)
 
     opening, sinks, nothing = head(lambda text: text.header), head(lambda _: _SINKS), head(lambda _: 0)
     return {
@@ -137,11 +137,18 @@ def _methods(engine: Engine, turns: Rotary, keep: int) -> dict[str, Method]:
         "drop_head, no sinks": lambda text: (_cut(engine, turns, text, nothing(text)), 0, 0),
         "drop_least_attended": lambda text: (_cut(engine, turns, text, least(text)), 0, 0),
         "drop_head, 8 bits": lambda text: (_cut(engine, turns, text, opening(text), "safe"), 0, 0),
-        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, opening(text), "default"), 0, 0),
+        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, opening(text), "compact"), 0, 0),
         "cut_text": lambda text: (_read(engine, cut(text.ids, opening(text))), keep, 0),
         "cut_text, no header": lambda text: (_read(engine, cut(text.ids, nothing(text))), keep, 0),
         "header only": lambda text: (_read(engine, text.ids[: text.header]), text.header, 0),
     }  # fmt: skip
+
+
+def _least_attended(text: _Text, keep: int) -> Spans:
+    """The tokens that received least attention; the opening and the newest half stay (H2O, arXiv 2306.14048)."""
+    mass, total = text.mass.tolist(), len(text.ids)
+    order = sorted(range(max(text.header, _SINKS), total - keep // 2), key=lambda i: mass[i])
+    return joined((i, i + 1) for i in order[: total - keep])
 
 
 def _cut(engine: Engine, turns: Rotary | None, text: _Text, dropped: Spans, precision: str = "native") -> KVCache:

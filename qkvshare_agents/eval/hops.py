@@ -105,7 +105,7 @@ def _schemes(engine: Engine, refresh_every: int) -> list[_Scheme]:
         for name, precision in settled.items()
     ]
     strawmen = [
-        _Scheme(STRAWMAN, settled["default"], reencodes=True),
+        _Scheme(STRAWMAN, settled["compact"], reencodes=True),
         _Scheme(f"{STRAWMAN}, safe", settled["safe"], reencodes=True),
     ]
     return [*plain, *(refreshed if refresh_every else ()), *strawmen]

@@ -66,7 +66,7 @@ def all_schemes(engine: Engine, extra: Mapping[str, Precision] | None = None, *,
         Scheme("no_context", "control", _nothing),
         Scheme("wrong_context", "control", paged("", native).seal, of_other_text=True),
         *(paged(name, precision) for name, precision in ours.items()),
-        Scheme("default, deflated", "ours", partial(_deflated, ours["default"])),
+        Scheme("compact, deflated", "ours", partial(_deflated, ours["compact"])),
         Scheme("float16", "other", partial(_layerwise, plain.cast)),
         *(
             Scheme(f"int{bits} per {group}", "other", partial(_layerwise, partial(encode, bits=bits)))
