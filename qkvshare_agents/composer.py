@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from qkvshare_agents import fitting, rotary
 from qkvshare_agents.assembly import Assemblies, Assembly, Piece, Source, bring
@@ -22,16 +21,14 @@ from qkvshare_agents.splice import SHORTEST, Segment, Sequence, Sequences
 from qkvshare_agents.start import Start
 from qkvshare_agents.transcript import Prompt
 from qkvshare_agents.turn import Turn
-
-if TYPE_CHECKING:
-    from qkvshare_agents.host import Host
+from qkvshare_agents.workspace import Workspace
 
 
 class Composer:
-    """Of one host, on its thread. Remembers what was put together, as long as the host's store lives."""
+    """Of one workspace, on the host's thread. Remembers what was put together, as long as the store lives."""
 
-    def __init__(self, host: "Host") -> None:
-        self._host = host
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
         self._made: Assemblies | None = None
         self._sequences = Sequences()
         self._attended = Attended()
@@ -46,7 +43,7 @@ class Composer:
 
     def _forget_others(self) -> None:
         """What was remembered of another store's KV: the model's weights were changed."""
-        store = self._host.store
+        store = self._space.store
         if self._made is None or self._made.store is not store:
             self._made, self._sequences, self._attended = Assemblies(store), Sequences(), Attended()
 
@@ -55,29 +52,29 @@ class Composer:
 
         refusal: why KV can't be handed over. Raises ContextOverflow if the prompt does not fit and must not be changed.
         """
-        host, context, readers = self._host, self._host.context_tokens, turn.access.readers
-        if host.settings.fit == "error" and len(prompt.ids) >= context:
+        space, context, readers = self._space, self._space.context_tokens, turn.access.readers
+        if space.settings.fit == "error" and len(prompt.ids) >= context:
             who = turn.speaker.label or "an agent"
             raise ContextOverflow(
                 f"context length exceeded: {len(prompt.ids)} tokens and one to come > {context} ({who})"
             )
-        room, immovable = room_for(context, turn.sampling.max_tokens), refusal or host.rotary.refusal
-        if host.settings.fit != "error" and room.lacks(len(prompt.ids)):
-            short = self._shortener.shorten(turn, prompt, room, host.prompt, host.engine.template.encoder)
+        room, immovable = room_for(context, turn.sampling.max_tokens), refusal or space.rotary.refusal
+        if space.settings.fit != "error" and room.lacks(len(prompt.ids)):
+            short = self._shortener.shorten(turn, prompt, room, space.prompt, space.engine.template.encoder)
             assemblies, mass = (None if refusal else self.assemblies), None
-            if assemblies and host.settings.fit == "drop_least_attended":
+            if assemblies and space.settings.fit == "drop_least_attended":
                 mass = self._attended.of(short.prompt.ids, readers).tolist()
             fitted = fit(
                 short.prompt, short.room, short.cuts, assemblies=assemblies, readers=readers, immovable=immovable,
                 mass=mass,
             )  # fmt: skip
             return _told(fitted, short, len(prompt.ids) - len(short.prompt.ids))
-        approximated = host.settings.splice or host.settings.projectors
+        approximated = space.settings.splice or space.settings.projectors
         return self._approximated(prompt, turn) if approximated and not immovable else Fitted(prompt)
 
     def lay_in(self, ids: Ids, kv: KVCache, owners: tuple[str, ...], why: str) -> None:
         """Store KV of `ids` that is an approximation: prompts that begin with them continue from it, and say `why`."""
-        assemblies, precision = self.assemblies, self._host.precision
+        assemblies, precision = self.assemblies, self._space.precision
         mark, behind = assemblies.mark(), assemblies.mark()
         path = tuple(i + mark for i in ids)
 
@@ -101,21 +98,21 @@ class Composer:
         """Put the pieces that the turn continues from into the empty `kv`, and move their keys."""
         source, importing = fitted.source, time.perf_counter()
         assert source is not None
-        store = self._host.store
+        store = self._space.store
         positions, pages = bring(store, source.pieces, kv, turn.access.readers)
         if len(positions) != source.tokens:
             raise QKVShareError(f"only {len(positions)} of {source.tokens} tokens of stored KV are left")
-        rotary.move(self._host.rotary, kv, positions)
+        rotary.move(self._space.rotary, kv, positions)
         return Start(
-            self._host.engine.begin(kv), Plan(Mode.PARTIAL, kv.tokens, ()), NO_MATCH, store, turn.access.owners,
+            self._space.engine.begin(kv), Plan(Mode.PARTIAL, kv.tokens, ()), NO_MATCH, store, turn.access.owners,
             (time.perf_counter() - importing) * 1000, assembly=fitted.assembly, covered=source.covered,
             pages=tuple(pages), hops=max((page.hops for page in pages), default=0) + 1,
         )  # fmt: skip
 
     def splice(self, start: Start, prompt: Prompt, turn: Turn, cancelled: Callable[[], bool]) -> Start:
         """`start`, or what it becomes when the longest text that is known from another prompt is put in."""
-        settings, kv, store = self._host.settings, start.run.kv, start.store
-        if not settings.splice or kv is None or store is None or self._host.rotary.refusal:
+        settings, kv, store = self._space.settings, start.run.kv, start.store
+        if not settings.splice or kv is None or store is None or self._space.rotary.refusal:
             return start
         found = self._sequences.longest(prompt.ids[:-1], start.covered, turn.access.readers)
         again = settings.recompute_tokens
@@ -127,12 +124,12 @@ class Composer:
         stop = found.start + again
         if (
             stop > start.covered
-            and self._host.engine.feed(start.run, prompt.ids[start.covered : stop], cancelled) is None
+            and self._space.engine.feed(start.run, prompt.ids[start.covered : stop], cancelled) is None
         ):
             raise Cancelled("the turn was cancelled while it read its prompt")
         importing, first = time.perf_counter(), kv.tokens
         positions, pages = bring(store, (piece,), kv, turn.access.readers)
-        rotary.move(self._host.rotary, kv, [*range(first), *positions])
+        rotary.move(self._space.rotary, kv, [*range(first), *positions])
         before = _before(start, prompt.ids[:stop])
         source = Source(Assembly(), found.start + found.tokens, (*before, piece))
         assembly = self.assemblies.make(prompt.ids, start.assembly.dropped if start.assembly else (), source)
@@ -143,7 +140,7 @@ class Composer:
         )
         mode = Plan(Mode.PARTIAL, start.plan.reused_tokens + piece.tokens, (*start.plan.reasons, why))
         return replace(
-            start, run=self._host.engine.begin(kv), plan=mode, assembly=assembly, covered=source.covered,
+            start, run=self._space.engine.begin(kv), plan=mode, assembly=assembly, covered=source.covered,
             import_ms=start.import_ms + (time.perf_counter() - importing) * 1000,
             pages=(*start.pages, *(page for page, _ in start.match.runs), *pages),
             earlier=(*start.earlier, (start.assembly, prompt.ids[:stop])),
@@ -151,10 +148,10 @@ class Composer:
 
     def watching(self) -> AbstractContextManager[None]:
         """Around the reading of a prompt: looks at attention if that decides what is dropped."""
-        if self._host.settings.fit != "drop_least_attended":
+        if self._space.settings.fit != "drop_least_attended":
             return nullcontext()
         if self._meter is None:
-            self._meter = AttentionMeter(self._host.engine.model)
+            self._meter = AttentionMeter(self._space.engine.model)
         return self._meter.watching()
 
     def keep(self, start: Start, ids: Ids, prompt: Prompt, turn: Turn) -> None:
@@ -163,7 +160,7 @@ class Composer:
         assembly = start.assembly or Assembly()
         if start.assembly:
             self.assemblies.keep(start.assembly)
-        if self._host.settings.splice:
+        if self._space.settings.splice:
             for behind, read in (*start.earlier, (start.assembly, ids)):
                 behind = behind or Assembly()
                 own = read[len(behind.prefix) :]

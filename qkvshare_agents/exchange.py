@@ -4,10 +4,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
-from typing import TYPE_CHECKING
 
 from qkvshare_agents import projection
 from qkvshare_agents.admission import Admitted
+from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import Canary, canary_of, default_limit, divergence, rows_of, weakness
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.kv_cache import KVShape
@@ -22,21 +22,21 @@ from qkvshare_agents.span import in_words, sizes
 from qkvshare_agents.start import with_state
 from qkvshare_agents.transcript import Message, Prompt
 from qkvshare_agents.turn import Turn
-
-if TYPE_CHECKING:
-    from qkvshare_agents.host import Host
+from qkvshare_agents.working import Working
+from qkvshare_agents.workspace import Workspace
 
 
 class Exchange:
-    """Makes and takes packages for one host, on its thread. Remembers which came in, so that none does twice."""
+    """Makes and takes packages for one workspace, on the host's thread. Remembers which came in, so that none does
+    twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, space: Workspace, working: Working, composer: Composer) -> None:
+        self._space, self._working, self._composer = space, working, composer
         self._admitted = Admitted()
         self._like: Snapshot | None = None  # state of the host's model, whatever of
 
     def export(
         self,
-        host: "Host",
         turn: Turn,
         prompt: Prompt,
         have: Collection[bytes],
@@ -45,87 +45,90 @@ class Exchange:
         wider: bool,
     ) -> Package:
         """What is stored of the turn's `prompt` before its newest user turn, and what members said in it."""
-        engine = host.engine
-        if refusal := _refusal(host):
+        space, working, engine = self._space, self._working, self._space.engine
+        if refusal := space.refusal:
             raise PackageError(f"there is no KV to hand over: {refusal}")
         last = max((end for end, _ in prompt.answers), default=prompt.settled)
         settled = prompt.ids[: min(last, engine.context_tokens)]  # what lies beyond is computed behind a cut, if at all
-        match, state = host.store.match(settled, turn.access.readers), None
+        match, state = space.store.match(settled, turn.access.readers), None
         if not match.tokens:
             raise PackageError("there is no KV to hand over: nothing of this conversation is stored here")
         if engine.has_state:
-            match, state = with_state(match, settled, host.snapshots)
+            match, state = with_state(match, settled, space.snapshots)
             if not state:
                 raise PackageError(
                     "there is no KV to hand over: the recurrent state behind it is no longer stored here"
                 )
-        if state and difference(taken_apart(state), self._state_like(host)):
+        if state and difference(taken_apart(state), self._state_like()):
             raise PackageError("the model's state grows with its tokens, and such state does not travel yet")
-        if match.not_by(host.adapters):
+        if match.not_by(space.adapters):
             raise PackageError("KV that was computed with several LoRA adapters stays here")
-        steps, covered = host.store.steps(match, have), settled[: match.tokens]
-        runs, _ = host.store.lineup(covered, steps)
-        canary, nats = _canary(host, covered, runs, state)
-        if wider or not nats <= host.settings.coarse_limit:  # NaN, too
-            steps = _widened(host, covered, max(page.hops for page, _ in runs), nats)
-            canary, _ = _canary(host, covered, [(step.page, step.tokens) for step in steps if step.page], state)
+        steps, covered = space.store.steps(match, have), settled[: match.tokens]
+        runs, _ = space.store.lineup(covered, steps)
+        canary, nats = _canary(space, working, covered, runs, state)
+        if wider or not nats <= space.settings.coarse_limit:  # NaN, too
+            steps = _widened(space, working, covered, max(page.hops for page, _ in runs), nats)
+            wide = [(step.page, step.tokens) for step in steps if step.page]
+            canary, _ = _canary(space, working, covered, wide, state)
         assert engine.shape is not None
-        spoken = _spoken(prompt, turn.messages, host.ledger)
+        spoken = _spoken(prompt, turn.messages, space.ledger)
         ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
         return Package(
-            settled, steps, host.fingerprint, engine.shape.groups, ledger, handoff, metadata, canary=canary,
+            settled, steps, space.fingerprint, engine.shape.groups, ledger, handoff, metadata, canary=canary,
             state=taken_apart(state) if state else None,
         )  # fmt: skip
 
-    def adopt(self, host: "Host", package: Package, owners: tuple[str, ...] = ()) -> Arrival:
+    def adopt(self, package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """Store what came, or say why not. Nothing is stored or learnt unless all of it fits and says what its sender's
         said."""
-        if reason := _refusal(host) or self._admitted.refusal(package, int(time.time() * 1000)):
+        space = self._space
+        if reason := space.refusal or self._admitted.refusal(package, int(time.time() * 1000)):
             return Arrival((reason,))
-        if projector := host.projector_from(package.fingerprint):
-            heard = projection.adopt(host, projector, package, owners)
+        if projector := space.projector_from(package.fingerprint):
+            heard = projection.adopt(space, self._composer, projector, package, owners)
         else:
-            heard = self._store(host, package, owners)
+            heard = self._store(package, owners)
         if not heard.reasons:
             self._admitted.note(package)
-            _learn(host.ledger, package)
+            _learn(space.ledger, package)
         return heard
 
-    def _store(self, host: "Host", package: Package, owners: tuple[str, ...]) -> Arrival:
-        engine = host.engine
-        if reason := _mismatch(host, package):
+    def _store(self, package: Package, owners: tuple[str, ...]) -> Arrival:
+        space, working, engine = self._space, self._working, self._space.engine
+        if reason := _mismatch(space, package):
             return Arrival((reason,))
         assert engine.shape is not None
         try:
-            state = put_together(package.state, self._state_like(host)) if package.state else None
+            state = put_together(package.state, self._state_like()) if package.state else None
         except PackageError as error:
             return Arrival((str(error),))
         steps = [_on(engine.shape, step) for step in package.steps]
-        (runs, new), whole = host.store.lineup(package.ids, steps), package.covered_tokens
+        (runs, new), whole = space.store.lineup(package.ids, steps), package.covered_tokens
         came, settled = sum(tokens for _, tokens in runs), package.ids[:whole]
         if came < whole:
             return Arrival((f"only {came} of {whole} tokens came over: pages that the sender left out are not here",))
-        news = new or (state and not host.snapshots.holds(settled))
-        heard = _listen(host, package, runs, steps, state) if news else Arrival()
+        news = new or (state and not space.snapshots.holds(settled))
+        heard = _listen(space, working, package, runs, steps, state) if news else Arrival()
         if heard.reasons:
             return heard
-        stored = host.store.graft(package.ids, steps, owners, host.adapters)
+        stored = space.store.graft(package.ids, steps, owners, space.adapters)
         if stored < whole:
             return replace(heard, reasons=(f"only {stored} of {whole} tokens that came over fit into budget_bytes",))
         if state and news:
-            host.snapshots.keep(settled, state)
-            if not host.snapshots.holds(settled):
+            space.snapshots.keep(settled, state)
+            if not space.snapshots.holds(settled):
                 return replace(heard, reasons=("the recurrent state that came over does not fit into budget_bytes",))
         if package.canary and heard.canary_nats is not None:  # whoever forwards it compares with the first sender
-            host.canaries.keep(settled, package.canary)
+            space.canaries.keep(settled, package.canary)
         return heard
 
-    def _state_like(self, host: "Host") -> Snapshot:
+    def _state_like(self) -> Snapshot:
         """Recurrent state as this model has it, behind one token."""
         if self._like is None:
-            run = host.engine.begin(None)
-            host.engine.feed(run, [0])
-            self._like = host.engine.snapshot(run)
+            engine = self._space.engine
+            run = engine.begin(None)
+            engine.feed(run, [0])
+            self._like = engine.snapshot(run)
         assert self._like is not None
         return self._like
 
@@ -136,18 +139,12 @@ def _learn(ledger: Ledger, package: Package) -> None:
             ledger.record(text, package.ids[start:stop])
 
 
-def _refusal(host: "Host") -> str | None:
-    if not host.settings.handoff:
-        return "handoff is switched off (handoff=False)"
-    return host.engine.refusal or (None if host.engine.shape else "the model's KV has no shape that can be stored")
-
-
-def _mismatch(host: "Host", package: Package) -> str | None:
-    engine, shape = host.engine, host.engine.shape
+def _mismatch(space: Workspace, package: Package) -> str | None:
+    engine, shape = space.engine, space.engine.shape
     assert shape is not None
     if not package.covered_tokens:
         return "the package holds no KV"
-    if differences := package.fingerprint.differences(host.fingerprint):
+    if differences := package.fingerprint.differences(space.fingerprint):
         return f"the package is of another model: {', '.join(differences)} differ"
     if sizes(package.groups) != sizes(shape.groups):
         return f"the package has KV of {in_words(package.groups)}, this model of {in_words(shape.groups)}"
@@ -164,7 +161,7 @@ def _mismatch(host: "Host", package: Package) -> str | None:
         return f"the package holds token id {max(package.ids)}; the model has {vocabulary}"
     if len(package.ids) > engine.context_tokens:
         return f"the package holds {len(package.ids)} tokens; the context has {engine.context_tokens}"
-    if not host.store.fits(package.ids, package.steps):
+    if not space.store.fits(package.ids, package.steps):
         return "the package's addresses are not those of its token ids here: another salt (QKVSHARE_SALT)"
     return None
 
@@ -183,27 +180,31 @@ def _lacking(package: Package, shape: KVShape) -> str | None:
 
 
 def _canary(
-    host: "Host", ids: tuple[int, ...], runs: Sequence[tuple[Page, int]], state: Snapshot | None
+    space: Workspace,
+    working: Working,
+    ids: tuple[int, ...],
+    runs: Sequence[tuple[Page, int]],
+    state: Snapshot | None,
 ) -> tuple[Canary | None, float]:
     """What is expected behind `runs`; how far, in nats, that is off what was expected behind the KV as it was computed.
 
     Attention's KV is cut and its last tokens are read again; behind state, which can't be cut, once more.
     """
-    if host.settings.canary_limit == inf:
+    if space.settings.canary_limit == inf:
         return None, 0.0
-    count = rows_of(len(ids), host.engine.context_tokens - len(ids) if state else None)
+    count = rows_of(len(ids), space.engine.context_tokens - len(ids) if state else None)
     if count < 1:
         raise PackageError("the context is full: there is no room behind the KV to compare it with its canary")
-    logits = host.runner.expected(runs, ids, count, state, apart=True)
-    said = host.canaries.find(ids)
-    if said is None and state and (native := host.runner.expected_natively(ids, count, state)) is not None:
+    logits = working.expected(runs, ids, count, state, apart=True)
+    said = space.canaries.find(ids)
+    if said is None and state and (native := working.expected_natively(ids, count, state)) is not None:
         said = canary_of(native)
     return canary_of(logits), divergence(said.last(count), logits) if said and said.tokens >= count else 0.0
 
 
-def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tuple[Step, ...]:
+def _widened(space: Workspace, working: Working, ids: tuple[int, ...], hops: int, nats: float) -> tuple[Step, ...]:
     """The KV of `ids` again, from the native cache that their turn left behind. Raises PackageError if it is gone."""
-    kv, precision = host.runner.native(ids), host.precision
+    kv, precision = working.native(ids), space.precision
     if kv is None or precision.is_native:
         why = "it is stored as it was computed" if kv else "another turn ran since"
         raise PackageError(f"KV that is {nats:.2g} nats off can't be had in more bits: {why}")
@@ -211,11 +212,11 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
     narrow = any(bits and bits < 8 for bits in widths)
     wider = replace(precision, key_bits=8, value_bits=8, widths=None) if narrow else PRESETS["native"]
     steps: list[Step] = []
-    key = host.store.root_key
+    key = space.store.root_key
     for start in range(0, len(ids), precision.page_size):
         part = ids[start : start + precision.page_size]
         key, full = chained_key(key, part), len(part) == precision.page_size
-        span, window = kv.span(start, start + len(part)), host.store.window
+        span, window = kv.span(start, start + len(part)), space.store.window
         if window and not window.sees(start, start + len(part), (len(ids),)):
             span = span.without(window.layers)
         page = seal(span, wider, starts_sequence=start == 0) if full else keep_native(span)
@@ -224,30 +225,31 @@ def _widened(host: "Host", ids: tuple[int, ...], hops: int, nats: float) -> tupl
 
 
 def _listen(
-    host: "Host",
+    space: Workspace,
+    working: Working,
     package: Package,
     runs: Sequence[tuple[Page, int]],
     steps: Sequence[Step],
     state: Snapshot | None,
 ) -> Arrival:
     """Whether the KV in `runs` says what its sender's said."""
-    limit, canary, ids = host.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
+    limit, canary, ids = space.settings.canary_limit, package.canary, package.ids[: package.covered_tokens]
     if limit == inf:
         return Arrival()
     if canary is None:
         return Arrival(("the package has no canary, and its KV is not used without one (canary_limit)",))
-    rows = rows_of(len(ids), host.engine.context_tokens - len(ids) if state else None)
-    vocabulary = host.engine.model.get_input_embeddings().num_embeddings
+    rows = rows_of(len(ids), space.engine.context_tokens - len(ids) if state else None)
+    vocabulary = space.engine.model.get_input_embeddings().num_embeddings
     if rows < 1:
         return Arrival(("the context is full: there is no room behind the KV to compare it with its canary",))
     if weak := weakness(canary, rows, vocabulary):
         return Arrival((weak,))
     started = time.perf_counter()
-    nats = divergence(canary, host.runner.expected(runs, ids, rows, state))
+    nats = divergence(canary, working.expected(runs, ids, rows, state))
     ms = (time.perf_counter() - started) * 1000
     heard = Arrival((), canary_nats=nats if isfinite(nats) else None, canary_ms=ms)
     own = [page for (page, _), step in zip(runs, steps, strict=True) if page is not step.page]
-    widths, engine = _widths(own) | {8} if own else (), host.engine  # own ones may be native, the sender's are not
+    widths, engine = _widths(own) | {8} if own else (), space.engine  # own ones may be native, the sender's are not
     limit = limit or default_limit(engine.model.dtype, widths, noisy=engine.noisy)
     if nats <= limit:  # False for NaN
         return heard

@@ -4,41 +4,34 @@ Turns run one at a time on the host's own thread, in the order they came. Caller
 event loop; cancelling stops the decode loop between two tokens and leaves the store as it was.
 """
 
-import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from qkvshare_agents import decoding, rotary, status
-from qkvshare_agents import projector as projectors
-from qkvshare_agents.codec import prepare
-from qkvshare_agents.drift import Canaries
+from qkvshare_agents import status
+from qkvshare_agents.composer import Composer
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import Cancelled, HostBusy, HostClosed, InvalidSetting
 from qkvshare_agents.exchange import Exchange
 from qkvshare_agents.fingerprint import Fingerprint
-from qkvshare_agents.identity import BASE
 from qkvshare_agents.ledger import Ledger, Roster
-from qkvshare_agents.lora import adapters_leave_kv
-from qkvshare_agents.observation import Observer
 from qkvshare_agents.package import Package
 from qkvshare_agents.page import Precision
-from qkvshare_agents.projector import Projector
 from qkvshare_agents.report import Arrival, HandoffReport
-from qkvshare_agents.residents import Key, Residents
-from qkvshare_agents.rotary import Rotary
-from qkvshare_agents.rotation import settle
+from qkvshare_agents.residents import Residents
 from qkvshare_agents.runner import Runner
-from qkvshare_agents.settings import JOINT, HostSettings
+from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.shared_store import SharedPageStore
-from qkvshare_agents.snapshot import SnapshotStore
 from qkvshare_agents.status import Notice
-from qkvshare_agents.transcript import Prompt, lay_out
+from qkvshare_agents.transcript import Prompt
 from qkvshare_agents.turn import Answer, Turn
+from qkvshare_agents.working import Working
+from qkvshare_agents.workspace import Workspace
 
 _KEPT_REPORTS = 1000
 T = TypeVar("T")
@@ -72,118 +65,79 @@ class Host:
 
     def __init__(self, settings: HostSettings, engine: Engine | None = None) -> None:
         self.settings = settings
-        self._precision = settings.base_precision
         self.ledger = Ledger()
         self.roster = Roster()
         self.reports: deque[HandoffReport] = deque(maxlen=_KEPT_REPORTS)
-        self._engine = engine
-        self._loading, self._settled = threading.Lock(), False
-        self.rotary = Rotary(refusal="handoff is switched off (handoff=False)")  # until the model is loaded
-        self._store: SharedPageStore | None = None
-        self.snapshots = SnapshotStore(settings.budget_bytes // 2)
-        self.canaries = Canaries()
-        self._exchange = Exchange()
-        self.residents = Residents(self._precision, None)
+        self._engine = engine  # as it was given; `load` brings one otherwise
+        self._loaded: Loaded | None = None
+        self._loading = threading.Lock()
         self._notice = Notice(self.status)
-        self._projectors: list[Projector] = []
-        self._runner = Runner(self)
-        self._root = b""
-        self._leaves_kv: dict[bytes, bool] = {}  # by fingerprint: whether its adapters change no KV
-        self._looked_at: Fingerprint | None = None  # the model's, by the work that runs
         self._thread = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="qkvshare-host", initializer=self._began)
         self._pid = os.getpid()
         self._closed = False
 
-    @property
-    def engine(self) -> Engine:
-        """The loaded model; loads it on first use."""
+    def load(self) -> Workspace:
+        """Load the model, unless it is loaded, and find out what it can do; returns the state that turns share."""
+        return self._load().space
+
+    def _load(self) -> "Loaded":
         with self._loading:
-            if self._engine is None:
-                s = self.settings
-                self._engine = Engine.load(
-                    s.model,
-                    dtype=s.dtype,
-                    device=s.device,
-                    device_map=s.device_map,
-                    offload_folder=s.offload_folder,
-                    attn_implementation=s.attn_implementation,
-                    thinking=s.thinking,
-                )
-            if not self._settled:
-                self.decode = decoding.chosen(self.settings.decoding, self._engine)
-                _ = self._engine.fingerprint  # hashing the weights and probing are part of loading, not of a turn
-                if self.settings.handoff:
-                    for device in self._engine.devices:
-                        prepare(device)
-                    self._precision = settle(self._precision, self._engine)
-                    self.rotary = rotary.of_stored(self._engine)
-                self._settle_in(self._engine)
-                self._projectors = [self._projector(path) for path in self.settings.projectors]
-                self._settled = True
-            return self._engine
+            if self._loaded is None:
+                if self._closed:
+                    raise HostClosed(f"the host of {self.settings.model} is closed")
+                self._engine = self._engine or _engine(self.settings)
+                self._loaded = self._set_up(self._engine)
+            return self._loaded
+
+    def _set_up(self, engine: Engine) -> "Loaded":
+        return Loaded.of(Workspace(self.settings, engine, ledger=self.ledger, roster=self.roster, reports=self.reports))
 
     @property
-    def own_fingerprint(self) -> Fingerprint:
-        """The model's own. On the host's thread it is taken once for a turn, or whatever else runs there."""
-        if threading.get_ident() != self._thread:
-            return self.engine.fingerprint
-        self._looked_at = self._looked_at or self.engine.fingerprint
-        return self._looked_at
+    def engine(self) -> Engine:
+        """The loaded model. This and the properties below load it if need be (`load`)."""
+        return self.load().engine
+
+    @property
+    def store(self) -> SharedPageStore:
+        """Pages of the model as the last turn found it."""
+        return self.load().store
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of what computes KV now: the base alone, where adapters leave its KV as it is and may share it."""
-        own = self.own_fingerprint
-        if own.lora_adapters == BASE or self.settings.lora == "refuse":
-            return own
-        if own.digest not in self._leaves_kv:
-            self._leaves_kv[own.digest] = adapters_leave_kv(self.engine)
-        return replace(own, lora_adapters=BASE) if self._leaves_kv[own.digest] else own
-
-    @property
-    def adapters(self) -> str:
-        """With which KV is computed now, where that may differ from page to page."""
-        return "" if self.settings.lora == "refuse" else self.fingerprint.lora_adapters
-
-    @property
-    def runner(self) -> Runner:
-        """What turns run on; for the host's own thread."""
-        return self._runner
+        """Of what computes KV, as the last turn found it."""
+        return self.load().fingerprint
 
     @property
     def precision(self) -> Precision:
         """How pages are sealed, with what the preset leaves to a probe of the model settled."""
-        _ = self.engine
-        return self._precision
-
-    def _settle_in(self, engine: Engine) -> None:
-        s, p, shape = self.settings, self._precision, engine.shape
-        self.residents = Residents(p, shape, average_bits=s.average_bits)
-        if s.precision == JOINT and s.handoff and shape and not engine.refusal and engine.observer is None:
-            engine.observer = Observer(engine.model, shape.layers, p)
-
-    def precision_of(self, agent: Key) -> Precision:
-        """How pages of this agent are sealed now."""
-        if self.settings.precision != JOINT:
-            return self.precision
-        store = self.store
-        return self.residents.precision(agent, store.budget_bytes - store.nbytes)
+        return self.load().precision
 
     @property
-    def uniform_because(self) -> str:
-        """Why all layers have one width although `joint` was asked for; "" if that is not so."""
-        if self.settings.precision != JOINT or self._engine is None:
-            return ""
-        refusal = self._engine.refusal or (self._engine.observer.refusal if self._engine.observer else None)
-        return refusal or self.residents.uniform_because
+    def residents(self) -> Residents:
+        """The agents that spoke last, and how wide their next pages become."""
+        return self.load().residents
+
+    @property
+    def context_tokens(self) -> int:
+        """That a prompt and its answer may take together."""
+        return self.load().context_tokens
+
+    def prompt(self, turn: Turn) -> Prompt:
+        """The exact tokens that `turn` would be answered from now."""
+        return self.load().prompt(turn)
 
     def status(self) -> dict[str, Any]:
         """The agents that spoke last, their tokens and bytes, the widths of their next pages, what is stored, and the
-        budget; see `status.describe`."""
-        s = self.settings
-        about = {"model": s.model, "precision": s.precision, "uniform_because": self.uniform_because}
-        return status.describe(self.residents, self._store, s.budget_bytes, **about)
+        budget; see `status.describe`. Loads nothing."""
+        s, space = self.settings, self._loaded.space if self._loaded else None
+        about = {
+            "model": s.model,
+            "precision": s.precision,
+            "uniform_because": space.uniform_because if space else "",
+        }
+        residents = space.residents if space else Residents(s.base_precision, None)
+        return status.describe(residents, space.store if space else None, s.budget_bytes, **about)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Keep to another budget from now on; waits for queued turns. What is over it is dropped, least recently used
@@ -192,46 +146,9 @@ class Host:
             raise InvalidSetting(f"budget_bytes must not be negative: {budget_bytes}")
 
         def change() -> None:
-            self.store.resize(budget_bytes // (2 if self.engine.has_state else 1))
-            self.residents.refresh()
+            self.load().resize(budget_bytes)
 
         self._wait_for(change)
-
-    @property
-    def stored(self) -> SharedPageStore | None:
-        """The pages, if any were stored yet."""
-        return self._store
-
-    @property
-    def context_tokens(self) -> int:
-        """That a prompt and its answer may take together."""
-        return min(self.engine.context_tokens, self.settings.context_tokens or self.engine.context_tokens)
-
-    @property
-    def store(self) -> SharedPageStore:
-        """Pages of the model as it is now; an emptied store when its weights were changed."""
-        salt = hashlib.sha256(self.settings.salt.encode()).digest()
-        found = self.fingerprint
-        if self.settings.lora == "share_base" and not self.engine.has_state:
-            found = replace(found, lora_adapters=BASE)
-        root = hashlib.sha256(found.digest + salt).digest()
-        if self._store is None or root != self._root:
-            self._forget()
-            pages_bytes, shape = self.settings.budget_bytes // (2 if self.engine.has_state else 1), self.engine.shape
-            self._store, self._root = SharedPageStore(root, pages_bytes, shape.window if shape else None), root
-        return self._store
-
-    def projector_from(self, source: Fingerprint) -> Projector | None:
-        """What makes that model's KV into this one's, if there is anything and the weights are what they were."""
-        wanted = source.digest.hex(), self.own_fingerprint.digest.hex()
-        return next((p for p in self._projectors if (p.source, p.target) == wanted), None)
-
-    def _projector(self, path: str) -> Projector:
-        assert self._engine is not None
-        projector = projectors.load(path)
-        if projector.target != self._engine.fingerprint.digest.hex():
-            raise InvalidSetting(f"the projector {path} leads to another model than {self._engine.name}")
-        return projector
 
     def submit(
         self,
@@ -263,8 +180,9 @@ class Host:
         """
 
         def work() -> Package:
-            prompt = self.prompt(turn)
-            return self._exchange.export(self, turn, prompt, frozenset(have), handoff, metadata or {}, wider)
+            loaded = self._refreshed()
+            prompt = loaded.space.prompt(turn)
+            return loaded.exchange.export(turn, prompt, frozenset(have), handoff, metadata or {}, wider)
 
         return self._wait_for(work)
 
@@ -275,7 +193,7 @@ class Host:
 
     def take(self, package: Package, owners: tuple[str, ...] = ()) -> Arrival:
         """As `adopt`; also how far off the KV was."""
-        return self._wait_for(self._exchange.adopt, self, package, owners)
+        return self._wait_for(lambda: self._refreshed().exchange.adopt(package, owners))
 
     def _began(self) -> None:
         self._thread = threading.get_ident()
@@ -295,10 +213,15 @@ class Host:
             raise HostClosed(f"the host of {self.settings.model} is closed") from error
         return future
 
+    def _refreshed(self) -> "Loaded":
+        """The loaded model after a look at its weights, once for all that is done without a pause."""
+        loaded = self._load()
+        loaded.space.refresh()
+        return loaded
+
     def _begin(self, future: "_Queued[T]", work: Callable[..., T], *args: Any) -> None:
         if not future.set_running_or_notify_cancel():
             return
-        self._looked_at = None
         try:
             future.set_result(work(*args))
         except BaseException as error:
@@ -308,20 +231,6 @@ class Host:
     def _thread_id(self) -> int:
         return self._thread
 
-    def prompt(self, turn: Turn) -> Prompt:
-        """The exact tokens that `turn` would be answered from now."""
-        return lay_out(
-            turn.messages,
-            turn.speaker,
-            self.roster.members(turn.scope),
-            template=self.engine.template,
-            ledger=self.ledger,
-            layout=self.settings.layout,
-            system=self.settings.system,
-            repeat_instruction_tokens=self.settings.repeat_instruction_tokens,
-            view=turn.view,
-        )
-
     def close(self) -> None:
         """Let the running turn end, refuse queued and further ones with HostClosed, free the model and all pages.
 
@@ -329,7 +238,7 @@ class Host:
         """
         self._closed = True
         if os.getpid() != self._pid:  # a child's copy; threads, files and connections are the parent's
-            self._engine = self._store = None
+            self._engine = self._loaded = None
         elif threading.get_ident() == self._thread:
             threading.Thread(target=self._shut, name="qkvshare-close").start()
         else:
@@ -338,25 +247,55 @@ class Host:
     def _shut(self) -> None:
         self._worker.shutdown(wait=True)
         self._notice.withdraw()
-        self._forget()
-        self._engine = self._store = None
-        self._runner = Runner(self)
-
-    def _forget(self) -> None:
-        if self._store:
-            self._store.clear()
-        self.snapshots.clear()
-        self.canaries.clear()
+        if self._loaded:
+            self._loaded.space.forget()
+        self._engine = self._loaded = None
 
     def _run(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
         if cancelled():
             raise Cancelled("the turn was cancelled before it began")
         if self._closed:
             raise HostClosed(f"the host of {self.settings.model} was closed before this turn began")
+        loaded, started = self._load(), time.perf_counter()
+        loaded.space.refresh()
+        spent_ms = (time.perf_counter() - started) * 1000
         try:
-            return self._answer(turn, on_text, cancelled)
+            return self._answer(loaded, turn, on_text, cancelled, spent_ms)
         finally:
             self._notice.changed()
 
-    def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
-        return self._runner.answer(turn, on_text, cancelled)
+    def _answer(
+        self,
+        loaded: "Loaded",
+        turn: Turn,
+        on_text: Callable[[str], None],
+        cancelled: Callable[[], bool],
+        spent_ms: float,
+    ) -> Answer:
+        return loaded.runner.answer(turn, on_text, cancelled, spent_ms=spent_ms)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a host runs once its model is loaded."""
+
+    space: Workspace
+    runner: Runner
+    exchange: Exchange
+
+    @classmethod
+    def of(cls, space: Workspace, runner: type[Runner] = Runner) -> "Loaded":
+        working, composer = Working(space), Composer(space)
+        return cls(space, runner(space, working, composer), Exchange(space, working, composer))
+
+
+def _engine(s: HostSettings) -> Engine:
+    return Engine.load(
+        s.model,
+        dtype=s.dtype,
+        device=s.device,
+        device_map=s.device_map,
+        offload_folder=s.offload_folder,
+        attn_implementation=s.attn_implementation,
+        thinking=s.thinking,
+    )

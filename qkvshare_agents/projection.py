@@ -2,36 +2,36 @@
 
 import time
 from math import inf, isfinite
-from typing import TYPE_CHECKING
 
 import torch
 
+from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import divergence, rows_of, weakness
 from qkvshare_agents.kv_cache import KVCache, KVShape
 from qkvshare_agents.package import Package
 from qkvshare_agents.projector import Projector
 from qkvshare_agents.report import Arrival
-
-if TYPE_CHECKING:
-    from qkvshare_agents.host import Host
+from qkvshare_agents.workspace import Workspace
 
 WHY = "projected from another model's KV"
 
 
-def adopt(host: "Host", projector: Projector, package: Package, owners: tuple[str, ...]) -> Arrival:
+def adopt(
+    space: Workspace, composer: Composer, projector: Projector, package: Package, owners: tuple[str, ...]
+) -> Arrival:
     """Project what came and keep it as an approximation, or say why not.
 
     It is used only if behind it the model says nearly what the other one said, as far as the two ever agree: within
     the projector's limit, unless `canary_limit` is another.
     """
-    engine, ids = host.engine, package.ids[: package.covered_tokens]
-    if reason := _misfit(host, projector, package):
+    engine, ids = space.engine, package.ids[: package.covered_tokens]
+    if reason := _misfit(space, projector, package):
         return Arrival((reason,))
     theirs = KVCache(KVShape(package.groups, torch.float32, torch.device("cpu")))
     theirs.load((step.page, step.tokens) for step in package.steps if step.page)
     started = time.perf_counter()
     kv = projector.fill(engine, ids, theirs.span(0, len(ids)))
-    limit = host.settings.canary_limit or projector.canary_limit
+    limit = space.settings.canary_limit or projector.canary_limit
     heard = Arrival()
     if limit < inf:
         if package.canary is None:
@@ -49,14 +49,14 @@ def adopt(host: "Host", projector: Projector, package: Package, owners: tuple[st
             return Arrival((reason,), canary_nats=nats if isfinite(nats) else None, alarmed=True)
         engine.feed(engine.begin(kv), ids[kv.tokens :])
         heard = Arrival(canary_nats=nats, canary_ms=(time.perf_counter() - started) * 1000)
-    host.runner.lay_in(ids, kv, owners, WHY)
+    composer.lay_in(ids, kv, owners, WHY)
     return heard
 
 
-def _misfit(host: "Host", projector: Projector, package: Package) -> str | None:
-    engine = host.engine
-    if host.rotary.refusal:
-        return f"KV of another model can't be put in place: {host.rotary.refusal}"
+def _misfit(space: Workspace, projector: Projector, package: Package) -> str | None:
+    engine = space.engine
+    if space.rotary.refusal:
+        return f"KV of another model can't be put in place: {space.rotary.refusal}"
     if package.groups != projector.source_groups:
         return "the package has KV of another shape than the projector is for"
     if any(step.page is None for step in package.steps):

@@ -91,7 +91,9 @@ def table(reports: Sequence[HandoffReport]) -> "Table":
 
     shown = Table(title="Handoffs", box=box.SIMPLE_HEAD, padding=0, title_justify="left")
     for name in ("#", "agent", "from", "mode"):
-        shown.add_column(name, vertical="bottom", max_width=12, overflow="ellipsis", no_wrap=True)
+        # Where it gets narrow the names give way, not the numbers
+        named = name in ("agent", "from")
+        shown.add_column(name, vertical="bottom", max_width=12, overflow="ellipsis", no_wrap=not named)
     moved = any(r.transfer_ms for r in reports)
     times = (
         ("quan-\ntize", "trans-\nfer", "im-\nport", "first\ntoken")

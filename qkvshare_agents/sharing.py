@@ -15,7 +15,7 @@ from dataclasses import replace
 from qkvshare_agents.courier import Courier
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, PackageError, TransportError, printable
-from qkvshare_agents.host import Host
+from qkvshare_agents.host import Host, Loaded
 from qkvshare_agents.package import Package
 from qkvshare_agents.report import Arrival
 from qkvshare_agents.settings import HostSettings
@@ -113,17 +113,24 @@ class SharingHost(Host):
     def _paused(self) -> bool:
         return time.monotonic() < self._paused_until
 
-    def _answer(self, turn: Turn, on_text: Callable[[str], None], cancelled: Callable[[], bool]) -> Answer:
-        deadline, prompt = TurnDeadline(self.deadline_ms), self.prompt(turn)
-        turn = replace(turn, arrival=self._look_for(turn, prompt, deadline))
+    def _answer(
+        self,
+        loaded: Loaded,
+        turn: Turn,
+        on_text: Callable[[str], None],
+        cancelled: Callable[[], bool],
+        spent_ms: float,
+    ) -> Answer:
+        deadline, prompt = TurnDeadline(self.deadline_ms), loaded.space.prompt(turn)
+        turn = replace(turn, arrival=self._look_for(loaded, turn, prompt, deadline))
         if turn.arrival.moved_bytes:
-            prompt = self.prompt(turn)  # members of it said something in ids that were not known
-        answer = self._runner.answer(turn, on_text, cancelled, prompt)
+            prompt = loaded.space.prompt(turn)  # members of it said something in ids that were not known
+        answer = loaded.runner.answer(turn, on_text, cancelled, prompt=prompt, spent_ms=spent_ms)
         if not answer.calls:  # calls and their results stay with their agent, and so with this process
-            self._publish(turn, prompt, answer, deadline)
+            self._publish(loaded, turn, prompt, answer, deadline)
         return answer
 
-    def _look_for(self, turn: Turn, prompt: Prompt, deadline: TurnDeadline) -> Arrival:
+    def _look_for(self, loaded: Loaded, turn: Turn, prompt: Prompt, deadline: TurnDeadline) -> Arrival:
         """Take over what another process published of this conversation, unless it is here."""
         settled = _settled(prompt)
         key = self._key(settled)
@@ -144,12 +151,12 @@ class SharingHost(Host):
             return Arrival(
                 (f"KV of other processes was not looked for over {transport.name}: {printable(str(error))}",)
             )
-        arrival = self._take_over(turn, self._with_parts(self._courier, key, deadline))
+        arrival = self._take_over(loaded, turn, self._with_parts(self._courier, key, deadline))
         if deadline.failed:
             self._pause()
         return arrival
 
-    def _take_over(self, turn: Turn, found: Iterable[tuple[Package | None, Arrival]]) -> Arrival:
+    def _take_over(self, loaded: Loaded, turn: Turn, found: Iterable[tuple[Package | None, Arrival]]) -> Arrival:
         ms, nbytes, taken, alarms = 0.0, 0, Arrival(), tuple[str, ...]()
         for package, arrival in found:
             ms, nbytes = ms + arrival.transfer_ms, nbytes + arrival.moved_bytes
@@ -157,7 +164,7 @@ class SharingHost(Host):
             if package:
                 owners = self._owners(turn, package)
                 hidden = turn.access.readers is not None and not owners
-                taken = Arrival((turn.access.reason,)) if hidden else self.take(package, owners)
+                taken = Arrival((turn.access.reason,)) if hidden else loaded.exchange.adopt(package, owners)
             taken = replace(taken, canary_ms=taken.canary_ms + spent)
             alarms += taken.reasons if taken.alarmed else ()
         reasons = tuple(dict.fromkeys((*alarms, *taken.reasons)))
@@ -180,7 +187,7 @@ class SharingHost(Host):
             self._remember(key, package)
         yield package, arrival
 
-    def _publish(self, turn: Turn, prompt: Prompt, answer: Answer, deadline: TurnDeadline) -> None:
+    def _publish(self, loaded: Loaded, turn: Turn, prompt: Prompt, answer: Answer, deadline: TurnDeadline) -> None:
         said = Message("assistant", answer.text, turn.speaker.name if turn.speaker.label else "")
         following = replace(turn, messages=(*turn.messages, said))
         prompt = answered(prompt, said, self.engine.template, self.ledger)
@@ -191,11 +198,11 @@ class SharingHost(Host):
         if known or self._paused or not courier or not transport:
             return
         try:
-            package = self._exchange.export(self, following, prompt, self._holders, "", {}, False)
+            package = loaded.exchange.export(following, prompt, self._holders, "", {}, False)
             left_out = (step.key for step in package.steps if step.page is None)
             parts = list(dict.fromkeys(self._holders.key(a) or self._holders.key(bare_key(a)) for a in left_out))
             if len(parts) > _MOST_PARTS or "" in parts:
-                package, parts = self._exchange.export(self, following, prompt, (), "", {}, False), []
+                package, parts = loaded.exchange.export(following, prompt, (), "", {}, False), []
         except PackageError:
             return  # nothing is stored of it, or KV of this model can't be moved: the turn's report said so
         owners = " ".join(self._named(owner) for owner in turn.access.owners)

@@ -3,15 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from qkvshare_agents.fitting import Room, room_for
 from qkvshare_agents.sampling import Sampling
 from qkvshare_agents.transcript import Message, Prompt, is_human
 from qkvshare_agents.turn import Turn
-
-if TYPE_CHECKING:
-    from qkvshare_agents.host import Host
+from qkvshare_agents.workspace import Workspace
 
 ASKED = "Sum up the conversation so far for someone who has not read it: what was asked, what was found, what is open."
 _OPENING = "Summary of the conversation so far:\n\n"
@@ -32,10 +29,10 @@ class Summed:
 
 
 class Summaries:
-    """Of one host. What was summed up once is not summed up again; a summary may become part of the next one."""
+    """Of one workspace. What was summed up once is not summed up again; a summary may become part of the next one."""
 
-    def __init__(self, host: "Host") -> None:
-        self._host = host
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
         self._known: OrderedDict[tuple[str, Messages], str] = OrderedDict()
         self._writing = False
 
@@ -45,9 +42,9 @@ class Summaries:
         The newest message, the task and the newest user message stay, and results stay with their calls; if those
         alone are too long, the turn is still too long afterwards.
         """
-        if self._host.settings.fit != "summarise" or self._writing or len(turn.messages) < 2:
+        if self._space.settings.fit != "summarise" or self._writing or len(turn.messages) < 2:
             return Summed(turn, prompt)
-        room, before = room_for(self._host.context_tokens, turn.sampling.max_tokens), len(prompt.ids)
+        room, before = room_for(self._space.context_tokens, turn.sampling.max_tokens), len(prompt.ids)
         if not room.lacks(before):
             return Summed(turn, prompt)
         replaced, text = self._recall(turn)
@@ -59,7 +56,7 @@ class Summaries:
                 replaced, text = older, self._write(known, room, write)
                 self._keep(turn.scope, turn.messages[:replaced], text)
                 short = _replaced(turn, replaced, text)
-        shorter = self._host.prompt(short)
+        shorter = self._space.prompt(short)
         after = len(shorter.ids)
         if after >= before:
             return Summed(turn, prompt)
@@ -83,7 +80,7 @@ class Summaries:
 
     def _write(self, turn: Turn, room: Room, write: Callable[[Turn], str]) -> str:
         """turn: the messages to sum up. Who said the last of them writes, if that is a member."""
-        members = self._host.roster.members(turn.scope)
+        members = self._space.roster.members(turn.scope)
         said = next((m.source for m in reversed(turn.messages) if m.source in members), turn.speaker.name)
         asked = Message("user", ASKED, "user")
         self._writing = True
@@ -100,7 +97,7 @@ class Summaries:
             self._known.popitem(last=False)
 
     def _tokens(self, turn: Turn) -> int:
-        return len(self._host.prompt(turn).ids)
+        return len(self._space.prompt(turn).ids)
 
 
 def _summary(text: str) -> Message:

@@ -149,7 +149,7 @@ def main() -> None:
         hosts = [Host(HostSettings("tiny", **way), engine(*layers)) for layers in senders]
         said, heard, reused = talk(*hosts)
         assert said == heard and reused > 64, (way, senders, said, heard, reused)
-        assert hosts[0].uniform_because == ""
+        assert hosts[0].load().uniform_because == ""
         for host in hosts:
             host.close()
     print("equal")

@@ -399,7 +399,7 @@ def test_where_no_turn_ended_the_canary_is_computed() -> None:
     messages = say(a, "a", [TASK])
     out = a.export(turn("b", TASK, replace(messages[-1], text=messages[-1].text[:20])))
     assert out.canary and out.canary.tokens == WATCHED
-    assert a.canaries.find(out.ids) is None
+    assert a.load().canaries.find(out.ids) is None
     assert host().adopt(carried(out)) == ()
 
 
@@ -593,7 +593,7 @@ def test_refreshed_kv_is_that_of_text_replay() -> None:
     ids = prompt.ids[: len(prompt.ids) // 64 * 64]
     kvs = []
     for which in (one, fresh):
-        kv = which.runner._working_cache(len(ids))
+        kv = which._load().runner._working.emptied(len(ids))
         kv.load(which.store.match(ids).runs)
         kvs.append([part.clone() for b in kv.span(0, kv.tokens).blocks for part in (b.keys, b.values)])
     assert kvs[0][0].shape == kvs[1][0].shape

@@ -21,7 +21,7 @@ from qkvshare_agents.snapshot import Snapshot, SnapshotStore
 from qkvshare_agents.transcript import Message
 from qkvshare_agents.turn import Turn
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+TABLE = (Path(__file__).parent.parent / "docs/families.md").read_text()
 REPRESENTATIVE = (
     "llama", "mistral", "gpt2", "bloom", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "deepseek_v3",
     "qwen3_5_text", "lfm2", "mamba", "mamba2", "falcon_h1", "jamba", "nemotron_h", "gptj", "longcat_flash", "olmoe",
@@ -38,13 +38,13 @@ def engine_of(family: str) -> Engine:
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_the_committed_table_says_what_is_found(family: str) -> None:
-    row = next((line for line in README.splitlines() if line.startswith(f"| {family} |")), None)
+    row = next((line for line in TABLE.splitlines() if line.startswith(f"| {family} |")), None)
     assert row is not None, "run `qkvshare matrix` and commit its table"
     assert row == families.markdown(families.matrix([family])).splitlines()[-1]
 
 
 def test_the_table_has_every_family() -> None:
-    named = re.findall(r"^\| ([a-z0-9_]+) \| (?:attention|recurrent|parallel|indexed)", README, re.M)
+    named = re.findall(r"^\| ([a-z0-9_]+) \| (?:attention|recurrent|parallel|indexed)", TABLE, re.M)
     assert named == list(families.FAMILIES)
 
 
@@ -91,7 +91,7 @@ def test_where_state_is_missing_the_text_is_read_and_the_report_says_so() -> Non
     for _ in range(3):
         answer = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result()
         messages.append(Message("assistant", answer.text, "a"))
-    h.snapshots.clear()
+    h.load().snapshots.clear()
     report = h.submit(Turn(member, "", tuple(messages), Sampling(max_tokens=30))).result().report
     assert report.mode.value == "TEXT" and "state and windows are kept only where turns end" in report.reasons[0]
     h.assert_exact()
@@ -104,7 +104,7 @@ def test_payload_counts_the_state() -> None:
     said = h.submit(Turn(member, "", (TASK,), Sampling(max_tokens=30))).result().text
     history = (TASK, Message("assistant", said, "a"))
     report = h.submit(Turn(member, "", history, Sampling(max_tokens=30))).result().report
-    kept = max(h.snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
+    kept = max(h.load().snapshots._kept.values(), key=lambda snapshot: snapshot.tokens)
     assert report.payload_bytes == kept.nbytes > 0 and report.payload_ratio == pytest.approx(2.0)
 
 

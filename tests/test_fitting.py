@@ -74,7 +74,7 @@ class Talk:
 
     def __init__(self, host: Host) -> None:
         self.host, self.messages = host, [Message("user", "Go on.", "user")]
-        composer = host.runner._composer
+        composer = host._load().runner._composer
         fit = composer.fit
 
         def record(*asked):
@@ -253,12 +253,12 @@ def test_attention_is_seen_for_both_of_its_readers_and_over_packed_pages(setting
         talk = Talk(Host(HostSettings("tiny", system="Be brief.", fit="drop_least_attended", **chosen), engine))
         engine.fed, engine.said = [], []  # as a Recorder has
         talk.ask(300)
-        meter = talk.host.runner._composer._meter
+        meter = talk.host._load().runner._composer._meter
         masses.append(meter.mass)
         reports.append(talk.ask(200, "b", seed=1))
         assert meter.mass.shape[1] == reports[-1].prompt_tokens
         if chosen is settings:
-            assert engine.observer.calls == 1 and talk.host.uniform_because == "", "widths were chosen, too"
+            assert engine.observer.calls == 1 and talk.host.load().uniform_because == "", "widths were chosen, too"
             packed = chosen.get("packed_history", False)
             assert engine.model.config._attn_implementation == ("qkvshare_sdpa" if packed else "sdpa")
     assert torch.allclose(*masses, rtol=1e-3, atol=1e-3)

@@ -106,8 +106,8 @@ def test_a_host_says_the_same_with_a_packed_history(kind: str, precision: str) -
             theirs.payload_bytes,
         )
     assert list(hosts[1].reports)[-1].reused_tokens > 300
-    kv = hosts[1]._runner._kv
-    assert isinstance(kv, LeanCache) and kv.nbytes < hosts[0]._runner._kv.nbytes
+    kv = hosts[1]._load().runner._working._kv
+    assert isinstance(kv, LeanCache) and kv.nbytes < hosts[0]._load().runner._working._kv.nbytes
 
 
 def test_models_with_windows_keep_their_working_cache() -> None:
@@ -116,7 +116,7 @@ def test_models_with_windows_keep_their_working_cache() -> None:
         Host(HostSettings("tiny", precision="native", packed_history=h), tiny("gemma3_text")) for h in (False, True)
     ]
     assert talk(hosts[0]) == talk(hosts[1])
-    assert type(hosts[1]._runner._kv) is KVCache
+    assert type(hosts[1]._load().runner._working._kv) is KVCache
 
 
 def test_recurrent_models_keep_their_working_cache() -> None:

@@ -288,7 +288,7 @@ def test_kv_before_the_invocation_is_shared_exactly(kind: str, lora: str) -> Non
     engine = activated(kind)
     host, messages = judge_of(engine, lora=lora), [TASK]
     worst = []
-    original = host._runner._read
+    original = host._load().runner._read
 
     def checked(start: Any, prompt: Any, cancelled: Any) -> torch.Tensor:
         logits = original(start, prompt, cancelled)
@@ -298,7 +298,7 @@ def test_kv_before_the_invocation_is_shared_exactly(kind: str, lora: str) -> Non
         worst.append(float((real - reference(engine, prompt.ids)).abs().max()))
         return logits
 
-    host._runner._read = checked
+    host._load().runner._read = checked
     reports = [say(host, member, messages) for member in "abcbca"]
     assert max(worst) < 1e-3
     assert host.prompts[2].ids != host.prompts[1].ids and identity.active_from(engine.model, host.prompts[2].ids)
@@ -356,7 +356,7 @@ def test_state_behind_an_invocation_is_not_kept() -> None:
     host, messages = judge_of(engine, lora="share_base"), [TASK]
     for member in "abcab":
         say(host, member, messages)
-    for ids in host.snapshots._kept:
+    for ids in host.load().snapshots._kept:
         at = identity.active_from(engine.model, ids)
         assert at is None, "a state that has read the invocation"
     assert host.modes[:3] == ["TEXT", "KV", "KV"] and host.modes[3] == "PARTIAL"

@@ -54,5 +54,13 @@ def test_the_table_shows_hops_also_where_kv_was_moved() -> None:
     assert " 17" in text and "15000" in text and "123.4" in text
 
 
+def test_no_number_is_cut_whatever_the_names() -> None:
+    names = {"agent": "a_planner_of_lamps", "source": "an_editor_of_texts", "mode": Mode.PARTIAL}
+    text = shown(report(replay_first_token_ms=12345.0, first_token_ms=1234.0, transfer_ms=123.4, **names))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for number in ("PARTIAL", "400", "100", "2.5", "0.50", "2.2", "123.4", "1.5", "1234", "12345", "10.0"):
+        assert f" {number} " in f"{text} ".replace("\n", " "), number
+
+
 def test_the_table_of_nothing_can_be_shown() -> None:
     assert "Handoffs" in shown()

@@ -149,7 +149,7 @@ def test_state_that_is_not_the_right_one_is_text_with_a_reason(sent, damage, rea
     b = scripted()
     arrival = b.take(replace(out, state=damage(out.state), id="0" * 32))
     assert reason in arrival.reasons[0]
-    assert b.store.page_count == 0 and b.snapshots.nbytes == 0, "never a partial cache"
+    assert b.store.page_count == 0 and b.load().snapshots.nbytes == 0, "never a partial cache"
     b.submit(replace(turn(b, "b", messages), arrival=arrival)).result()
     assert b.modes == ["TEXT"] and b.reports[0].reasons[0] == arrival.reasons[0]
     b.assert_exact()
@@ -176,7 +176,7 @@ def test_state_is_checked_also_where_all_pages_are_known(sent) -> None:
     out, messages = sent
     b = scripted()
     assert b.take(replace(out, id="1" * 32)).reasons == ()
-    b.snapshots.clear()
+    b.load().snapshots.clear()
     zeros = replace(out.state, parts=tuple(replace(p, tensor=torch.zeros_like(p.tensor)) for p in out.state.parts))
     assert b.take(replace(out, state=zeros, id="2" * 32)).alarmed
     assert b.take(replace(out, id="3" * 32)).reasons == ()
@@ -188,7 +188,7 @@ def test_state_is_checked_also_where_all_pages_are_known(sent) -> None:
 def test_state_that_is_gone_stays_here_and_is_text_there() -> None:
     a = scripted()
     messages = answered(a, "a", [TASK])
-    a.snapshots.clear()
+    a.load().snapshots.clear()
     with pytest.raises(PackageError, match="recurrent state behind it is no longer stored"):
         a.export(turn(a, "b", messages))
 
@@ -196,7 +196,7 @@ def test_state_that_is_gone_stays_here_and_is_text_there() -> None:
 def test_state_that_does_not_fit_into_the_budget_is_text_with_a_reason(sent) -> None:
     out, messages = sent
     b = scripted()
-    b.snapshots.budget_bytes = out.state.nbytes - 1
+    b.load().snapshots.budget_bytes = out.state.nbytes - 1
     arrival = b.take(replace(out, id="4" * 32))
     assert arrival.reasons == ("the recurrent state that came over does not fit into budget_bytes",)
     answered(b, "b", messages)
@@ -225,7 +225,8 @@ def test_pages_that_are_too_coarse_are_sent_wider() -> None:
     assert {part.packed.bits for step in out.steps for part in step.page.parts if part.packed} == {8}
     b = scripted("falcon_h1", precision="tiny", coarse_limit=1e-4)
     assert b.take(carried(out)).reasons == ()
-    coarse.runner._held = ()  # another turn ran since: nothing to compare with, and nothing wider to send
+    # another turn ran since: nothing to compare with, and nothing wider to send
+    coarse._load().runner._working.held = ()
     out = coarse.export(turn(coarse, "b", messages))
     assert {part.packed.bits for step in out.steps for part in step.page.parts if part.packed} == {3, 2}
     with pytest.raises(PackageError, match="another turn ran since"):
@@ -251,7 +252,7 @@ def test_what_came_is_not_kept_alive_by_its_package(sent) -> None:
     out, _ = sent
     b = scripted()
     b.take(replace(out, id="5" * 32))
-    assert b.snapshots.nbytes == out.state.nbytes
-    held = b.snapshots.longest(out.ids)
+    assert b.load().snapshots.nbytes == out.state.nbytes
+    held = b.load().snapshots.longest(out.ids)
     ours = {t.data_ptr() for layer in held.layers for t in layer["conv_states"].values()}
     assert not ours & {part.tensor.data_ptr() for part in out.state.parts}

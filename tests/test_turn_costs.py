@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support import tiny_engine, tiny_model
 
-from qkvshare_agents import host as host_module
+from qkvshare_agents import workspace
 from qkvshare_agents.encoder import Encoder
 from qkvshare_agents.host import Host
 from qkvshare_agents.identity import Identity
@@ -57,7 +57,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(owner, name, kind(counting))
 
     count(Encoder, "_ids", staticmethod)
-    count(host_module, "lay_out")
+    count(workspace, "lay_out")
     count(Identity, "_stamp")
 
 

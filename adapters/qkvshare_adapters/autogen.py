@@ -130,7 +130,7 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
 
     async def load(self) -> None:
         """Load the model now rather than on the first call, where a team would hide the error's type."""
-        await asyncio.to_thread(lambda: self._host.engine)
+        await asyncio.to_thread(self._host.load)
 
     def for_agent(self, name: str) -> "QKVShareChatCompletionClient":
         """The same client for one agent by name: needed where nothing tells who is calling (a bare `create()`, or one

@@ -107,7 +107,7 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
 
     def load(self) -> None:
         """Load the model now rather than on the first call."""
-        _ = self.shared_host.engine
+        self.shared_host.load()
 
     def close(self) -> None:
         """Free the model and its pages, unless AutoGen clients use them, too. A later call loads anew."""
