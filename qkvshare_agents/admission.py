@@ -1,10 +1,18 @@
 """What of a package may come in, besides its KV, which its canary speaks for."""
 
 import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from qkvshare_agents.detokenizer import unspeakable
+from qkvshare_agents.encoder import Encoder, Ids
 from qkvshare_agents.package import CLOCK_SKEW_MS, Package
+from qkvshare_agents.toolcall import parse_tool_calls
+from qkvshare_agents.transcript import ledger_key
 
+Entry = tuple[str, int, int]  # (text, start, stop): what a member said is ids[start:stop]
 _REMEMBERED = 100_000  # about 20 MB
+_LONGEST_ID = 256  # characters of a call's id, the one thing that its tokens do not show
 
 
 class Admitted:
@@ -29,3 +37,40 @@ class Admitted:
         """It came in."""
         self._ids.add(package.id)
         heapq.heappush(self._ends, (package.expires_ms + CLOCK_SKEW_MS, package.id))  # a clock may be set back a little
+
+
+def sound_words(encoder: Encoder, ids: Ids, covered: int, entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Those of a ledger's entries that a prompt may be spelt by; all, where the sender is honest.
+
+    Their ids are the text, hold no control tokens, and lie in the tokens that the KV covers, but for the last one of an
+    answer: a turn that ends by length never feeds it. No two overlap: the check costs what decoding `ids` costs.
+    """
+    done = 0
+    for text, start, stop in sorted(entries, key=lambda entry: entry[1:]):
+        if done <= start and stop <= covered + 1 and _says(encoder, ids[start:stop], text):
+            done = stop
+            yield text, start, stop
+
+
+def unsound_words(encoder: Encoder, package: Package) -> str | None:
+    """Why nothing of a package is used: a word of its ledger would put other tokens into prompts than its text."""
+    sound = sum(1 for _ in sound_words(encoder, package.ids, package.covered_tokens, package.ledger))
+    if lying := len(package.ledger) - sound:
+        return f"{lying} of {len(package.ledger)} answers in the package are not the text that its tokens say"
+    return None
+
+
+def _says(encoder: Encoder, ids: Ids, key: str) -> bool:
+    """Whether `key` is what an answer of these ids is filed under: its text, spaces at its ends aside, or the text
+    beside its calls, and these."""
+    if not unspeakable(encoder).isdisjoint(ids):
+        return False
+    if encoder.decode(ids).strip() == key.strip():
+        return True
+    parts = key.split("\0")[1:]
+    call_ids = parts[::3]
+    if not parts or len(parts) % 3 or max(map(len, call_ids)) > _LONGEST_ID:
+        return False
+    beside, calls = parse_tool_calls(encoder.decode(ids, keep_special=True), parts[1::3])
+    told = [replace(call, id=call_id) for call, call_id in zip(calls, call_ids, strict=False)]
+    return len(calls) == len(call_ids) and ledger_key(beside, told) == key

@@ -92,22 +92,27 @@ class Courier:
             return Sent("", (self._failed("sent", error),))
         return Sent(key, (), self._measured(payload, started), payload.nbytes)
 
-    def receive(self, key: str, *, keep: bool = False, ask: Callable[[], str] | None = None) -> Arrival:
+    def receive(
+        self, key: str, *, keep: bool = False, ask: Callable[[], str] | None = None, scope: str = ""
+    ) -> Arrival:
         """Fetch, check and store; give the result to the turn (`Turn.arrival`). keep: leave it for other readers.
 
         ask: gets wider pages from the sender and returns their key, in whatever way the processes talk; used when the
         KV does not say what the sender's said. There, it is `send(turn, wider=True).key`. A package of which nothing
-        came in ("" as the key, too) is one reason more in the turn's report.
+        came in ("" as the key, too) is one reason more in the turn's report. scope: of the turns that go on with it
+        (`Turn.scope`): what members said is spelt as it came in these only.
         """
-        return self._receive(key, keep, ask, self._deadline())
+        return self._receive(key, keep, ask, scope, self._deadline())
 
-    def _receive(self, key: str, keep: bool, ask: Callable[[], str] | None, deadline: TurnDeadline) -> Arrival:
+    def _receive(
+        self, key: str, keep: bool, ask: Callable[[], str] | None, scope: str, deadline: TurnDeadline
+    ) -> Arrival:
         if not key:
             return Arrival(("the sender sent no KV",))
         came, arrival = self.fetch(key, deadline)
         if came is None:
             return arrival
-        taken = self._host.take(came)  # may wait for a turn, which is not in `transfer_ms`
+        taken = self._host.take(came, scope=scope)  # may wait for a turn, which is not in `transfer_ms`
         if not keep:
             with suppress(TransportError):  # then it goes when it expires
                 deadline.run(lambda ms: self._transport.delete(key, deadline_ms=ms))
@@ -115,7 +120,7 @@ class Courier:
         if not arrival.alarmed or ask is None:
             return arrival
         try:
-            again = self._receive(ask(), False, None, deadline)
+            again = self._receive(ask(), False, None, scope, deadline)
         except Exception as error:  # of the application's own way of talking
             again = Arrival((f"the sender could not be asked for wider pages: {type(error).__name__}",), alarmed=True)
         return replace(

@@ -6,12 +6,12 @@ from dataclasses import replace
 from math import inf, isfinite
 
 from qkvshare_agents import projection
-from qkvshare_agents.admission import Admitted
+from qkvshare_agents.admission import Admitted, Entry, sound_words, unsound_words
 from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import Canary, canary_of, default_limit, divergence, rows_of, weakness
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.kv_cache import KVShape
-from qkvshare_agents.ledger import Ledger
+from qkvshare_agents.ledger import Ledger, Words
 from qkvshare_agents.package import Package, Step
 from qkvshare_agents.page import PRESETS, Page, keep_native, seal
 from qkvshare_agents.part import Part
@@ -71,14 +71,14 @@ class Exchange:
             wide = [(step.page, step.tokens) for step in steps if step.page]
             canary, _ = _canary(space, working, covered, wide, state)
         assert engine.shape is not None
-        spoken = _spoken(prompt, turn.messages, space.ledger)
-        ledger = tuple(entry for entry in spoken if entry[2] <= len(settled))
+        spoken = _spoken(prompt, turn.messages, space.ledger.within(turn.scope))
+        ledger = tuple(sound_words(engine.template.encoder, settled, match.tokens, spoken))
         return Package(
             settled, steps, space.fingerprint, engine.shape.groups, ledger, handoff, metadata, canary=canary,
             state=taken_apart(state) if state else None,
         )  # fmt: skip
 
-    def adopt(self, package: Package, owners: tuple[str, ...] = ()) -> Arrival:
+    def adopt(self, package: Package, owners: tuple[str, ...] = (), scope: str = "") -> Arrival:
         """Store what came, or say why not. Nothing is stored or learnt unless all of it fits and says what its sender's
         said."""
         space = self._space
@@ -90,12 +90,12 @@ class Exchange:
             heard = self._store(package, owners)
         if not heard.reasons:
             self._admitted.note(package)
-            _learn(space.ledger, package)
+            _learn(space.ledger, scope, package)
         return heard
 
     def _store(self, package: Package, owners: tuple[str, ...]) -> Arrival:
         space, working, engine = self._space, self._working, self._space.engine
-        if reason := _mismatch(space, package):
+        if reason := _mismatch(space, package) or unsound_words(engine.template.encoder, package):
             return Arrival((reason,))
         assert engine.shape is not None
         try:
@@ -133,10 +133,10 @@ class Exchange:
         return self._like
 
 
-def _learn(ledger: Ledger, package: Package) -> None:
+def _learn(ledger: Ledger, scope: str, package: Package) -> None:
     for text, start, stop in package.ledger:
-        if ledger.find(text) is None:  # what was generated here is not overwritten
-            ledger.record(text, package.ids[start:stop])
+        if ledger.find(text, scope) is None:  # what was generated here is not overwritten
+            ledger.record(text, package.ids[start:stop], scope)
 
 
 def _mismatch(space: Workspace, package: Package) -> str | None:
@@ -264,7 +264,7 @@ def _widths(pages: Sequence[Page]) -> set[int]:
     return {part.packed.bits for page in pages for part in page.parts if part.packed}
 
 
-def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Ledger) -> tuple[tuple[str, int, int], ...]:
+def _spoken(prompt: Prompt, messages: tuple[Message, ...], ledger: Words) -> tuple[Entry, ...]:
     """(text, start, stop) of the answers in the prompt whose ids the ledger knows."""
     ends = {end for end, _ in prompt.answers}
     spoken: dict[str, tuple[str, int, int]] = {}

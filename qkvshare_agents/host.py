@@ -186,14 +186,15 @@ class Host:
 
         return self._wait_for(work)
 
-    def adopt(self, package: Package, owners: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Take another process' pages, for `owners` (nobody by default), and what its members said; returns why not,
-        if not; waits for queued turns. KV that does not say what its sender's said is not taken (`drift`)."""
-        return self.take(package, owners).reasons
+    def adopt(self, package: Package, owners: tuple[str, ...] = (), scope: str = "") -> tuple[str, ...]:
+        """Take another process' pages, for `owners` (nobody by default), and what its members said, for turns of
+        `scope`; returns why not, if not; waits for queued turns. KV that does not say what its sender's said is not
+        taken (`drift`), and neither are its words."""
+        return self.take(package, owners, scope).reasons
 
-    def take(self, package: Package, owners: tuple[str, ...] = ()) -> Arrival:
+    def take(self, package: Package, owners: tuple[str, ...] = (), scope: str = "") -> Arrival:
         """As `adopt`; also how far off the KV was."""
-        return self._wait_for(lambda: self._refreshed().exchange.adopt(package, owners))
+        return self._wait_for(lambda: self._refreshed().exchange.adopt(package, owners, scope))
 
     def _began(self) -> None:
         self._thread = threading.get_ident()

@@ -5,6 +5,7 @@ from math import inf, isfinite
 
 import torch
 
+from qkvshare_agents.admission import unsound_words
 from qkvshare_agents.composer import Composer
 from qkvshare_agents.drift import divergence, rows_of, weakness
 from qkvshare_agents.kv_cache import KVCache, KVShape
@@ -25,7 +26,7 @@ def adopt(
     the projector's limit, unless `canary_limit` is another.
     """
     engine, ids = space.engine, package.ids[: package.covered_tokens]
-    if reason := _misfit(space, projector, package):
+    if reason := _misfit(space, projector, package) or unsound_words(engine.template.encoder, package):
         return Arrival((reason,))
     theirs = KVCache(KVShape(package.groups, torch.float32, torch.device("cpu")))
     theirs.load((step.page, step.tokens) for step in package.steps if step.page)

@@ -84,7 +84,7 @@ class Runner:
         dropped_tokens = summed.dropped_tokens + fitted.dropped_tokens
         reasons += self._keep(start, (*prompt.ids, *speech.ids), prompt, turn)
         quantize_ms = _ms_since(sealing)
-        self._space.ledger.record(ledger_key(text, calls), speech.spoken_ids, (turn.scope, turn.speaker.name))
+        self._space.ledger.record(ledger_key(text, calls), speech.spoken_ids, turn.scope, turn.speaker.name)
         total_ms = _ms_since(started)
         replay_ms, replay_kl = replay(engine, whole(fitted).ids, first) if first is not None else (None, None)
         report = HandoffReport(

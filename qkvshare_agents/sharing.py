@@ -164,7 +164,7 @@ class SharingHost(Host):
             if package:
                 owners = self._owners(turn, package)
                 hidden = turn.access.readers is not None and not owners
-                taken = Arrival((turn.access.reason,)) if hidden else loaded.exchange.adopt(package, owners)
+                taken = Arrival((turn.access.reason,)) if hidden else loaded.exchange.adopt(package, owners, turn.scope)
             taken = replace(taken, canary_ms=taken.canary_ms + spent)
             alarms += taken.reasons if taken.alarmed else ()
         reasons = tuple(dict.fromkeys((*alarms, *taken.reasons)))
@@ -190,7 +190,7 @@ class SharingHost(Host):
     def _publish(self, loaded: Loaded, turn: Turn, prompt: Prompt, answer: Answer, deadline: TurnDeadline) -> None:
         said = Message("assistant", answer.text, turn.speaker.name if turn.speaker.label else "")
         following = replace(turn, messages=(*turn.messages, said))
-        prompt = answered(prompt, said, self.engine.template, self.ledger)
+        prompt = answered(prompt, said, self.engine.template, self.ledger.within(turn.scope))
         key = self._key(prompt.ids)
         known = key in self._known
         self._remember(key, None)  # what was said here is not looked for elsewhere

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from qkvshare_agents.cue import REPEATED_TOKENS, Cues
 from qkvshare_agents.errors import InvalidMessage
-from qkvshare_agents.ledger import Ledger, Member, Members
+from qkvshare_agents.ledger import Member, Members, Words
 from qkvshare_agents.template import Ids, Template
 from qkvshare_agents.toolcall import ToolCall, calls_text, result_text, tools_text
 
@@ -158,7 +158,7 @@ def lay_out(
     members: Members,
     *,
     template: Template,
-    ledger: Ledger,
+    ledger: Words,
     layout: Layout = "relay",
     system: str = SHARED_SYSTEM,
     repeat_instruction_tokens: int = REPEATED_TOKENS,
@@ -183,7 +183,7 @@ def lay_out(
     return _assemble(turns, system, tools, template, ledger)
 
 
-def answered(prompt: Prompt, said: Message, template: Template, ledger: Ledger) -> Prompt:
+def answered(prompt: Prompt, said: Message, template: Template, ledger: Words) -> Prompt:
     """What every later prompt begins with: `prompt` and `said`, the answer to it. As `lay_out` of the longer
     conversation, without laying it out again."""
     ids = prompt.ids[: len(prompt.ids) - len(template.thought)]
@@ -259,7 +259,7 @@ def _stock_turns(messages: Sequence[Message], speaker: Member) -> list[_Turn]:
 
 
 def _assemble(
-    turns: Sequence[_Turn], system: str, tools: Sequence[Mapping[str, Any]], template: Template, ledger: Ledger
+    turns: Sequence[_Turn], system: str, tools: Sequence[Mapping[str, Any]], template: Template, ledger: Words
 ) -> Prompt:
     ids: list[int] = []
     exchanges: list[Exchange] = []

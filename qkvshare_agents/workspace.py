@@ -120,7 +120,7 @@ class Workspace:
             turn.speaker,
             self.roster.members(turn.scope),
             template=self.engine.template,
-            ledger=self.ledger,
+            ledger=self.ledger.within(turn.scope),
             layout=self.settings.layout,
             system=self.settings.system,
             repeat_instruction_tokens=self.settings.repeat_instruction_tokens,

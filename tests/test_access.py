@@ -139,8 +139,8 @@ def test_an_edited_call_is_another_answer() -> None:
 
 def test_the_ledger_knows_authors_and_forgets_them_with_the_text() -> None:
     ledger = Ledger(capacity_tokens=4)
-    ledger.record("hi", (1, 2), ("s", "a"))
-    ledger.record("hi", (1, 2), ("s", "b"))
+    ledger.record("hi", (1, 2), "s", "a")
+    ledger.record("hi", (1, 2), "s", "b")
     assert ledger.authors("hi") == {("s", "a"), ("s", "b")}
     ledger.record("longer", (1, 2, 3))
     assert ledger.authors("hi") == frozenset() and ledger.find("hi") is None

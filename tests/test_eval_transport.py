@@ -23,7 +23,7 @@ def test_every_transport_is_measured(valkey: str, capsys) -> None:  # noqa: F811
         assert times["moving_ratio"] == parts / result["hot_prefix_ms"]
         assert times["crossover_tokens"] is None or times["crossover_tokens"] >= 1
         assert times["gb_per_s"] > 0
-    assert result["break_even_mb_per_s"] > 0
+    assert result["break_even_mb_per_s"] > 0 and result["check_ms"] > 0
     many = result["many"]
     assert (many["handoffs"], many["files"], many["descriptors"]) == (200, 0, 0)
     assert many["resident_bytes"] < 20_000_000

@@ -19,6 +19,24 @@ def test_the_ledger_keeps_ids_verbatim() -> None:
     assert ledger.find("An answer") is None
 
 
+def test_no_scope_spells_for_another() -> None:
+    ledger = Ledger()
+    ledger.record("yes", [1], "one", "a")
+    ledger.record("yes", [2, 3], "two", "b")
+    assert (ledger.find("yes", "one"), ledger.find("yes", "two"), ledger.find("yes")) == ((1,), (2, 3), None)
+    assert ledger.within("one").find("yes") == (1,) and ledger.within("three").find("yes") is None
+    assert ledger.authors("yes") == {("one", "a"), ("two", "b")}
+
+
+def test_what_one_scope_forgets_another_keeps() -> None:
+    ledger = Ledger(capacity_tokens=4)
+    ledger.record("yes", [1, 2], "one", "a")
+    ledger.record("yes", [3, 4], "two", "b")
+    ledger.record("no", [5], "two", "b")
+    assert (ledger.find("yes", "one"), ledger.find("yes", "two")) == (None, (3, 4))
+    assert ledger.authors("yes") == {("two", "b")}
+
+
 def test_the_newest_ids_of_a_text_count() -> None:
     ledger = Ledger(capacity_tokens=5)
     ledger.record("a", [1, 2, 3])

@@ -10,7 +10,7 @@ import pytest
 from courier_child import SECRET, TASK
 from scripted import ScriptedHost
 from servers import free_port, valkey  # noqa: F401
-from support import tiny_engine, tiny_tokenizer
+from support import of_words, tiny_engine, tiny_tokenizer
 
 from qkvshare_agents import registry
 from qkvshare_agents.access import Access
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def open_host(family: str = "", **settings: object) -> Host:
     kind = SharingHost if settings.get("share", "shm") else Host
-    engine = Engine.of(families.tiny_model(family), tiny_tokenizer()) if family else tiny_engine()
+    engine = Engine.of(of_words(families.tiny_model(family)), tiny_tokenizer()) if family else tiny_engine()
     host = kind(HostSettings("tiny", **{"precision": "native", "share": "shm", **settings}), engine)
     for name in NAMES:
         host.roster.learn("", name, f"You are {name}, and you say what {name} says.")

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 import transformers
 
 from qkvshare_agents import integrity, package, page
+from qkvshare_agents.admission import unsound_words
+from qkvshare_agents.drift import Canary, canary_of, divergence, rows_of, weakness
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, QKVShareError
 from qkvshare_agents.eval import corpus, endurance
@@ -58,7 +61,8 @@ def run(
     first token behind `suffix` more. put_and_get_ratio, moving_ratio: put and get alone, and with write and read, of
     hot_prefix_ms. crossover_tokens: from where on moving (fixed_ms + ms_per_token, import included) beats text replay,
     None if never. break_even_mb_per_s: a bandwidth below which it never does. replay_ms, hot_prefix_ms: the same first
-    token by text replay, and behind a native cache that nobody had to move.
+    token by text replay, and behind a native cache that nobody had to move. check_ms: what a receiver's checks of words
+    and canary take, without the canary's own forward.
     handoffs: also move that many small packages over shm, and see what is left.
     """
     if min(tokens, suffix, rounds) < 1 or tokens <= _SHORT_TOKENS or handoffs < 0:
@@ -150,6 +154,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"package {payload / 1e6:.1f} MB, signed with {r['digest']}; pays from: tokens, import included")
     console.print(f"below {r['break_even_mb_per_s']:.1f} MB/s text is always faster on this machine")
     console.print(f"hot native prefix {r['hot_prefix_ms']:.0f} ms, text replay {r['replay_ms']:.0f} ms")
+    console.print(f"checking words and canary {r['check_ms']:.2f} ms, beside the canary's own forward")
     if many := r.get("many"):
         console.print(
             f"{many['handoffs']} handoffs over shm: {many['ms_each']:.2f} ms each; left: {many['files']} files, "
@@ -163,17 +168,34 @@ def _baselines(engine: Engine, precision: Precision, ids: Ids, tokens: int, roun
     hot = engine.begin(None)
     engine.feed(hot, head)
     sent = _package(engine, precision, head)
+    answers = replace(sent, ledger=_answers(engine, head))
+    logits = torch.stack(tuple(hot.expected))
+    canary = canary_of(logits)
     working = KVCache(engine.shape)
     samples: dict[str, list[float]] = {}
     for _ in range(rounds + 1):  # the first round warms up
         _timed(samples, "hot_prefix_ms", lambda: first_token(engine, fork(hot), tail))
         store = SharedPageStore(b"", 2**62)
         _timed(samples, "graft_ms", partial(store.graft, sent.ids, sent.steps))
+        _timed(samples, "check_ms", partial(_check, engine, answers, canary, logits))
         _timed(samples, "import_ms", partial(bring, store, head, working))
         _timed(samples, "import_and_first_ms", partial(hand_over, engine, store, working, head, tail))
     for _ in range(2):  # seconds each
         _timed(samples, "replay_ms", lambda: first_token(engine, engine.begin(None), ids))
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
+
+
+def _answers(engine: Engine, ids: Ids) -> tuple[tuple[str, int, int], ...]:
+    """As if members had said all of it, 64 tokens each."""
+    decode = engine.template.encoder.decode
+    places = ((start, min(start + 64, len(ids))) for start in range(0, len(ids), 64))
+    return tuple((decode(ids[start:stop]), start, stop) for start, stop in places)
+
+
+def _check(engine: Engine, sent: Package, canary: Canary, logits: torch.Tensor) -> None:
+    unsound_words(engine.template.encoder, sent)
+    weakness(canary, rows_of(sent.covered_tokens), logits.shape[-1])
+    divergence(canary, logits)
 
 
 def _package(engine: Engine, precision: Precision, ids: Ids) -> Package:
