@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from qkvshare_agents.template import Encoder, Ids
-from qkvshare_agents.toolcall import MARKERS
+from qkvshare_agents.toolcall import ALL_MARKERS
 
 _UNFINISHED = "\ufffd"  # what incomplete UTF-8 decodes to
 _CHARACTER_BYTES = 4  # at most, and as many ids
@@ -34,11 +34,12 @@ class Detokenizer:
         self._cut()
         return self._release(0 if self.stopped else self._held())
 
-    def finish(self) -> str:
-        """No more tokens come: what was held back."""
+    def finish(self, *, cut: bool = False) -> str:
+        """No more tokens come: what was held back. cut: perhaps inside a character, which is left out then."""
         if not self.stopped:
             before = self._encoder.decode(self.ids[self._window : self._read])
-            self.text += self._encoder.decode(self.ids[self._window :])[len(before) :]
+            rest = self._encoder.decode(self.ids[self._window :])[len(before) :]
+            self.text += rest.rstrip(_UNFINISHED) if cut else rest
             self._cut()
         return self._release(0)
 
@@ -85,7 +86,9 @@ def ids_of(encoder: Encoder, ids: Sequence[int], text: str) -> Ids:
 
 def unspeakable(encoder: Encoder) -> frozenset[int]:
     """Control tokens that no earlier answer of a prompt may hold: all but those that mark calls."""
-    return encoder.control_ids.difference(encoder.control[marker] for marker in MARKERS if marker in encoder.control)
+    return encoder.control_ids.difference(
+        encoder.control[marker] for marker in ALL_MARKERS if marker in encoder.control
+    )
 
 
 def speakable(encoder: Encoder, ids: Sequence[int]) -> Ids:

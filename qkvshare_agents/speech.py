@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from qkvshare_agents.answer_stream import AnswerStream, begins_call
 from qkvshare_agents.detokenizer import Detokenizer, ids_of, speakable
 from qkvshare_agents.engine import Engine
 from qkvshare_agents.grammar import Grammar
 from qkvshare_agents.sampling import Sampler
-from qkvshare_agents.toolcall import ToolCall, parse_tool_calls, split_thought
+from qkvshare_agents.toolcall import CLOSE, MARKERS, OPEN, ToolCall, parse_tool_calls, split_thought
 from qkvshare_agents.turn import Turn
 
 
@@ -21,7 +23,11 @@ class Speech:
         self._sampler = Sampler(turn.sampling)
         self._text = Detokenizer(engine.template.encoder, turn.sampling.stop)
         self._matcher = grammar.start() if grammar else None
-        self._held = ""
+        self._shown = AnswerStream(thinking=engine.template.opens_thought, tools=bool(turn.tools))
+        control = engine.template.encoder.control
+        self._marker_ids = {control[marker] for marker in MARKERS if marker in control}
+        # Who knows tools and may call none is tempted to: calls can't begin then
+        self._calls_barred = not turn.tools and turn.schema is None and _knows_tools(turn)
         self.finish_reason = "stop"
         self.spoken_ids: Sequence[int] = ()
 
@@ -42,13 +48,15 @@ class Speech:
         """Choose the next token; True if the answer goes on behind it."""
         if self._matcher:
             logits = self._matcher.mask(logits)
-        token = self._sampler.choose(logits, self.ids)
+        token = self._choose(logits)
         if token in self._engine.stop_ids:
             return False
         if self._matcher:
             self._matcher.accept(token)
+        if token in self._marker_ids:
+            self._shown.hold(len(self._text.text))
         self._say(self._text.push(token))
-        if self._text.stopped or (self._matcher and self._matcher.finished):
+        if self._text.stopped or (self._matcher and self._matcher.finished) or self._has_its_call(token):
             return False
         if len(self.ids) >= self._longest:
             self.finish_reason = "length"
@@ -57,27 +65,58 @@ class Speech:
 
     def finish(self) -> tuple[str, str | None, tuple[ToolCall, ...]]:
         """(text, thought, calls) of the whole answer."""
-        self._say(self._text.finish())
+        self._say(self._text.finish(cut=self.finish_reason == "length"))
         encoder, template = self._engine.template.encoder, self._engine.template
         thought, text = split_thought(self._text.text, opened=template.opens_thought)
         self.spoken_ids = ids_of(encoder, speakable(encoder, self.ids), text)
         calls: tuple[ToolCall, ...] = ()
         if self._turn.tools and not self._text.stopped:
-            names = {tool["function"]["name"] for tool in self._turn.tools}
-            raw = split_thought(encoder.decode(self.ids, keep_special=True), opened=template.opens_thought)[1]
-            beside, calls = parse_tool_calls(raw, names)
+            beside, calls = self._calls()
             if calls:
-                text, self.finish_reason = beside, "tool_calls"
-        if not calls and self._held:
-            self._on_text(self._held)
+                text = beside
+                self.finish_reason = "length" if self.finish_reason == "length" else "tool_calls"
+        if len(calls) > 1 and not self._turn.parallel_calls:  # of one list, which ends with the last of them
+            calls, self.spoken_ids = calls[:1], ()
+        if rest := self._shown.finish(text):
+            self._on_text(rest)
         return text, thought, calls
 
+    def _choose(self, logits: Tensor) -> int:
+        """The next token; where calls are barred, the next best one that begins none."""
+        token = self._sampler.choose(logits, self.ids)
+        if self._calls_barred:
+            encoder, logits = self._engine.template.encoder, logits.clone()
+            said = self._text.text
+            while token not in self._engine.stop_ids and (
+                token in self._marker_ids or (begins_call(said + encoder.decode([token])) and not begins_call(said))
+            ):
+                logits[token] = -torch.inf
+                token = self._sampler.choose(logits, self.ids)
+        return token
+
+    def _calls(self) -> tuple[str, tuple[ToolCall, ...]]:
+        """(text beside the calls, the calls) so far. Some markers are control tokens, so those are kept."""
+        raw = self._engine.template.encoder.decode(self.ids, keep_special=True)
+        raw = split_thought(raw, opened=self._engine.template.opens_thought)[1]
+        return parse_tool_calls(raw, {tool["function"]["name"] for tool in self._turn.tools})
+
+    def _has_its_call(self, token: int) -> bool:
+        """Whether the one call of a turn without parallel calls is complete behind `token`."""
+        if self._turn.parallel_calls or not self._turn.tools:
+            return False
+        encoder = self._engine.template.encoder
+        if not set("}>]") & set(encoder.decode([token], keep_special=True)) or not self._calls()[1]:
+            return False
+        raw = encoder.decode(self.ids, keep_special=True)
+        return OPEN not in raw or raw.rstrip().endswith(CLOSE)
+
     def _say(self, piece: str) -> None:
-        """Pass text on. What may be a tool call is held back until it is known."""
-        if self._turn.tools and (self._held or self._text.text.lstrip()[:1] in ("<", "[", "{", "")):
-            self._held += piece
-        elif piece:
-            self._on_text(piece)
+        if text := self._shown.push(piece):
+            self._on_text(text)
+
+
+def _knows_tools(turn: Turn) -> bool:
+    return bool(turn.speaker.tools) or any(message.calls for message in turn.messages)
 
 
 def _grammar(engine: Engine, turn: Turn) -> Grammar | None:

@@ -18,7 +18,8 @@ from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
-MARKERS = (OPEN, CLOSE, PYTHON_TAG, MISTRAL_TAG, "[CALL_ID]", "[ARGS]")  # in some tokenizers they are control tokens
+MARKERS = (OPEN, MISTRAL_TAG, PYTHON_TAG)  # a call begins behind one of them, or is bare
+ALL_MARKERS = (*MARKERS, CLOSE, "[CALL_ID]", "[ARGS]")  # all that may be control tokens inside of a call
 
 # Not strict: models put raw line breaks into strings of source code, where they can mean nothing else.
 _DECODER = json.JSONDecoder(strict=False)

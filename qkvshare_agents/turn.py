@@ -17,8 +17,9 @@ class Turn:
     """A request for one answer of `speaker`, a member of `scope` (one team).
 
     messages: the conversation as this member sees it, without its own leading system message.
-    tools: schemas of what it may call now; must_call: it has to. schema: JSON that the answer must follow
-    unless it calls a tool. view: what it sees of the other members; access: whose KV it may continue from.
+    tools: schemas of what it may call now; must_call: it has to; parallel_calls: several in one answer.
+    schema: JSON that the answer must follow unless it calls a tool. view: what it sees of the other members;
+    access: whose KV it may continue from.
     arrival: what came for this turn from another process, for its report.
     """
 
@@ -28,6 +29,7 @@ class Turn:
     sampling: Sampling = field(default_factory=Sampling)
     tools: tuple[Mapping[str, Any], ...] = ()
     must_call: bool = False
+    parallel_calls: bool = True
     arrival: Arrival = field(default_factory=Arrival)
     schema: Mapping[str, Any] | None = None
     view: View = field(default_factory=View)
@@ -36,7 +38,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Answer:
-    """finish_reason: `stop`, `length` or `tool_calls`. thought: reasoning that stays with the member.
+    """finish_reason: `stop`, `length` (cut, whatever it holds) or `tool_calls`.
+    thought: reasoning that stays with the member.
 
     handle: content address of the last page with the turn's KV, a plain string; "" if none was kept. It names
     pages and carries no rights: who may read them is decided per turn.

@@ -12,7 +12,7 @@ RANKS = {
     "sensitivity": 1, "budget": 0, "observation": 5, "residents": 7, "status": 8, "admission": 7,
     "errors": 0, "encoder": 0, "access": 0, "report": 3, "planner": 1, "sampling": 1, "fingerprint": 2, "toolcall": 1,
     "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 2, "detokenizer": 3,
-    "cue": 3, "transcript": 4,
+    "cue": 3, "transcript": 4, "answer_stream": 2,
     "codec": 1, "page": 3, "snapshot": 3, "page_store": 6, "kv_cache": 4, "layers": 5, "settings": 5, "engine": 7,
     "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "integrity": 1, "container": 3,
     "manifest_extras": 4, "manifest": 5,

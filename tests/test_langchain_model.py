@@ -33,8 +33,8 @@ from scripted import ScriptedHost, install, uninstall
 from support import tiny_engine
 
 import qkvshare_agents
-from qkvshare_adapters.langchain_stream import ShownText
 from qkvshare_agents import ChatQKVShare, registry
+from qkvshare_agents.answer_stream import AnswerStream
 from qkvshare_agents.errors import ContextOverflow, HostClosed, HostConflict, InvalidMessage, InvalidSetting
 from qkvshare_agents.host import HostSettings
 from qkvshare_agents.sampling import Sampling
@@ -184,7 +184,7 @@ def test_shown_text_is_the_answers_text_whatever_the_pieces(raw: str, thinking: 
     _, text = split_thought(raw, opened=thinking)
     text, _ = parse_tool_calls(text, {"add"})
     for size in (1, 2, 3, 7, 100):
-        shown = ShownText(thinking=thinking, tools=True)
+        shown = AnswerStream(thinking=thinking, tools=True)
         pieces = [shown.push(raw[i : i + size]) for i in range(0, len(raw), size)]
         assert "".join(pieces) + shown.finish(text) == text
 

@@ -40,6 +40,7 @@ from qkvshare_adapters.autogen_messages import (
     event_fields,
     json_schema,
     last_speaker,
+    parallel_calls,
     split_instruction,
     to_messages,
     to_result,
@@ -56,6 +57,7 @@ from qkvshare_agents.turn import Answer, Turn
 _logger = logging.getLogger(EVENT_LOGGER_NAME)
 _HOST_OPTIONS = [f.name for f in fields(HostSettings) if f.repr and f.name != "model"]
 _SAMPLING_OPTIONS = [f.name for f in fields(Sampling)]
+_CALL_OPTIONS = [*_SAMPLING_OPTIONS, "parallel_tool_calls"]
 
 
 class QKVShareClientConfig(BaseModel):
@@ -76,8 +78,9 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
     agent: whose calls these are, if the runtime can't tell (see `for_agent`). members: instructions of agents
     by name, so that prompts are the same before and after a restart; otherwise they are learnt as calls come.
     model_info: entries to override, such as `family`. options: fields of `HostSettings` (precision,
-    budget_bytes, layout, ...) and of `Sampling` (temperature, max_tokens, stop, seed, ...). The tenant's salt and
-    the secret are read from QKVSHARE_SALT and QKVSHARE_SECRET, so that no dumped config holds them.
+    budget_bytes, layout, ...), of `Sampling` (temperature, max_tokens, stop, seed, ...), and parallel_tool_calls:
+    False ends an answer after its first call. The tenant's salt and the secret are read from QKVSHARE_SALT and
+    QKVSHARE_SECRET, so that no dumped config holds them.
 
     Raises TypeError for an unknown option, InvalidSetting for a bad value, HostConflict if `host` is open with
     other settings. The model loads on the first call or by `load`.
@@ -97,8 +100,8 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
         model_info: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if unknown := sorted(set(options) - {*_HOST_OPTIONS, *_SAMPLING_OPTIONS}):
-            choices = ", ".join([*_HOST_OPTIONS, *_SAMPLING_OPTIONS])
+        if unknown := sorted(set(options) - {*_HOST_OPTIONS, *_CALL_OPTIONS}):
+            choices = ", ".join([*_HOST_OPTIONS, *_CALL_OPTIONS])
             raise TypeError(f"unknown option {', '.join(unknown)}; the options are {choices}")
         self._config = QKVShareClientConfig(
             model=model,
@@ -110,6 +113,7 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
         )
         self._settings = HostSettings(model, **{k: v for k, v in options.items() if k in _HOST_OPTIONS})
         self._sampling = Sampling(**{k: v for k, v in options.items() if k in _SAMPLING_OPTIONS})
+        self._parallel_calls = parallel_calls(options.get("parallel_tool_calls"))
         self._host = open_host(self._settings, host)
         self._closed = False
         self._usage = RequestUsage(0, 0)
@@ -143,7 +147,7 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        """One answer. extra_create_args: fields of `Sampling`; others are a TypeError."""
+        """One answer. extra_create_args: fields of `Sampling` and parallel_tool_calls; others are a TypeError."""
         turn = self._turn(messages, tools, tool_choice, json_output, extra_create_args)
         with _call(self._host, cancellation_token) as (span, cancelled):
             future = asyncio.wrap_future(self._host.submit(turn, cancelled=cancelled))
@@ -250,14 +254,24 @@ class QKVShareChatCompletionClient(ChatCompletionClient, Component[QKVShareClien
         *,
         learn: bool = True,
     ) -> Turn:
-        sampling = self._sampling.override(dict(extra))
+        options = dict(extra)
+        several = parallel_calls(options.pop("parallel_tool_calls", self._parallel_calls))
+        sampling = self._override(options)
         instruction, rest = split_instruction(messages)
         schemas = to_schemas(tools)
         allowed = allowed_tools(schemas, tool_choice)
         forced = tool_choice == "required" or not isinstance(tool_choice, str)
         schema, converted = json_schema(json_output), to_messages(rest)
         speaker, scope = self._speaker(rest, instruction, schemas, learn)
-        return Turn(speaker, scope, converted, sampling, allowed, must_call=forced, schema=schema)
+        return Turn(
+            speaker, scope, converted, sampling, allowed, must_call=forced, parallel_calls=several, schema=schema
+        )
+
+    def _override(self, options: dict[str, Any]) -> Sampling:
+        if unknown := sorted(options.keys() - set(_SAMPLING_OPTIONS)):
+            choices = ", ".join(_CALL_OPTIONS)
+            raise TypeError(f"unknown option {', '.join(unknown)}; extra_create_args may hold {choices}")
+        return self._sampling.override(options)
 
     def _speaker(
         self, messages: Sequence[LLMMessage], instruction: str, tools: tuple[dict[str, Any], ...], learn: bool

@@ -66,7 +66,7 @@ def to_result(answer: Answer) -> CreateResult:
     """
     calls = [FunctionCall(id=c.id, name=c.name, arguments=c.arguments) for c in answer.calls]
     return CreateResult(
-        finish_reason="function_calls" if calls else "length" if answer.finish_reason == "length" else "stop",
+        finish_reason="length" if answer.finish_reason == "length" else "function_calls" if calls else "stop",
         content=calls or answer.text,
         usage=RequestUsage(answer.prompt_tokens, answer.completion_tokens),
         cached=False,
@@ -116,6 +116,13 @@ def allowed_tools(schemas: tuple[dict[str, Any], ...], choice: ToolChoice) -> tu
         names = ", ".join(s["function"]["name"] for s in schemas) or "none"
         raise InvalidSetting(f"tool_choice is {choice.name!r}, which is not among the given tools: {names}")
     return chosen
+
+
+def parallel_calls(value: Any) -> bool:
+    """Whether an answer may hold several calls: the option `parallel_tool_calls`, checked."""
+    if value not in (None, True, False):
+        raise InvalidSetting(f"parallel_tool_calls {value!r}: use True or False")
+    return value is not False
 
 
 def json_schema(json_output: bool | type[BaseModel] | None) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ share one loaded model and its pages. The object itself holds names and settings
 copied, pickled and serialised.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -29,14 +28,16 @@ from qkvshare_adapters.langchain_members import speaker
 from qkvshare_adapters.langchain_messages import (
     allowed_tools,
     json_schema,
+    parallel_calls,
     split_instruction,
     to_message,
     to_messages,
     to_schemas,
 )
 from qkvshare_adapters.langchain_options import ChatOptions
-from qkvshare_adapters.langchain_stream import ShownText, to_chunk
+from qkvshare_adapters.langchain_stream import to_chunk
 from qkvshare_adapters.langchain_structured import structured
+from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.host import Host, HostSettings
 from qkvshare_agents.registry import drop_host, keep_host
 from qkvshare_agents.report import HandoffReport
@@ -45,8 +46,8 @@ from qkvshare_agents.turn import Answer, Turn
 
 _HOST_FIELDS = [f.name for f in fields(HostSettings) if f.repr]  # the others are secret and come from the environment
 _SAMPLING_FIELDS = [f.name for f in fields(Sampling)]
-_CALL_OPTIONS = ("tools", "tool_choice", "response_format", "agent", "model", *_SAMPLING_FIELDS)
-_PROVIDERS_OPTIONS = ("strict", "parallel_tool_calls", "stream", "ls_structured_output_format")  # change nothing here
+_CALL_OPTIONS = ("tools", "tool_choice", "response_format", "parallel_tool_calls", "agent", "model", *_SAMPLING_FIELDS)
+_LANGCHAINS_OPTIONS = ("stream", "ls_structured_output_format")  # for LangChain itself, or for tracing
 
 
 class ChatQKVShare(ChatOptions, BaseChatModel):
@@ -115,9 +116,13 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: Any = None, strict: bool | None = None, **kwargs: Any
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Let answers call tools, several in one answer. tool_choice: "auto", "any", "none" or a tool's name; a
-        forced call is enforced token by token."""
+        """Let answers call tools. tool_choice: "auto", "any", "none" or a tool's name; parallel_tool_calls: False ends
+        an answer after its first call. A forced call is a single one, enforced token by token, strict or not; others
+        are written freely, so that strict=True needs a forced call and is an InvalidSetting without."""
         schemas = to_schemas(tools)
+        if strict and not allowed_tools(schemas, tool_choice)[1] and "response_format" not in kwargs:
+            raise InvalidSetting("strict=True needs a forced call: tool_choice 'any' or a tool's name, or strict=None")
+        parallel_calls(kwargs.get("parallel_tool_calls"))
         allowed_tools(schemas, tool_choice)
         return self.bind(tools=list(schemas), tool_choice=tool_choice, **kwargs)
 
@@ -194,13 +199,11 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         turn, host = self._turn(messages, stop, kwargs, run_metadata(run_manager))
-        shown = ShownText(thinking=host.engine.template.opens_thought, tools=bool(turn.tools))
         for piece in langchain_run.pieces(host, turn, self.timeout):
-            chunk = to_chunk(piece, shown, host.settings.model)
-            if chunk and run_manager:
+            chunk = to_chunk(piece, host.settings.model)
+            if run_manager:
                 run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
-            if chunk:
-                yield chunk
+            yield chunk
 
     async def _astream(
         self,
@@ -210,20 +213,17 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         turn, host = self._turn(messages, stop, kwargs, run_metadata(run_manager))
-        engine = (await asyncio.to_thread(host.load)).engine  # loading must not block the loop
-        shown = ShownText(thinking=engine.template.opens_thought, tools=bool(turn.tools))
         async with contextlib.aclosing(langchain_run.apieces(host, turn, self.timeout)) as pieces:
             async for piece in pieces:
-                chunk = to_chunk(piece, shown, host.settings.model)
-                if chunk and run_manager:
+                chunk = to_chunk(piece, host.settings.model)
+                if run_manager:
                     await run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
-                if chunk:
-                    yield chunk
+                yield chunk
 
     def _sampling(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> Sampling:
         own = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         told = {name: value for name, value in options.items() if name in _SAMPLING_FIELDS}
-        return Sampling(**{**own, **({"stop": stop} if stop else {}), **told})
+        return Sampling(**{**own, **({} if stop is None else {"stop": stop}), **told})
 
     def _turn(
         self,
@@ -235,7 +235,7 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
         learn: bool = True,
     ) -> tuple[Turn, Host]:
         """A call as a turn of the calling agent, and the host that runs it. `options` come with the call."""
-        options = {name: value for name, value in options.items() if name not in _PROVIDERS_OPTIONS}
+        options = {name: value for name, value in options.items() if name not in _LANGCHAINS_OPTIONS}
         if unknown := sorted(options.keys() - set(_CALL_OPTIONS)):
             raise TypeError(f"unknown option {', '.join(unknown)}; a call's options are {', '.join(_CALL_OPTIONS)}")
         model = options.get("model") or self.model
@@ -254,6 +254,7 @@ class ChatQKVShare(ChatOptions, BaseChatModel):
             self._sampling(stop, options),
             tools,
             must_call=must_call,
+            parallel_calls=parallel_calls(options.get("parallel_tool_calls")),
             schema=json_schema(options.get("response_format")),
             view=caller.view,
             access=caller.with_notice(rest, seen),

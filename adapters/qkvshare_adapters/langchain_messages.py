@@ -95,6 +95,13 @@ def allowed_tools(schemas: Schemas, choice: Any) -> tuple[Schemas, bool]:
     return tuple(schema for schema in schemas if schema["function"]["name"] == name), True
 
 
+def parallel_calls(value: Any) -> bool:
+    """Whether an answer may hold several calls: the option `parallel_tool_calls`, checked."""
+    if value not in (None, True, False):
+        raise InvalidSetting(f"parallel_tool_calls {value!r}: use True or False")
+    return value is not False
+
+
 def response_format(schema: Any) -> dict[str, Any]:
     """A pydantic class, TypedDict, function or JSON schema as OpenAI's `response_format`; None: any object."""
     if schema is None:
@@ -117,6 +124,8 @@ def json_schema(form: Any) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"type": "object"}
     try:
+        if kind != "json_schema":
+            raise KeyError(kind)
         schema = dict(form["json_schema"]["schema"])
     except (TypeError, KeyError, ValueError):
         text = '{"type": "json_schema", "json_schema": {"schema": {...}}} or {"type": "json_object"}'
