@@ -13,8 +13,8 @@ import sys
 
 from qkvshare_agents import Courier, Host, HostSettings, Message, Sampling, Turn
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import Arrival
 from qkvshare_agents.transport.shm import ShmTransport
+from qkvshare_agents.turns.report import Arrival
 
 INSTRUCTIONS = {
     "coder": "Write the function, with a short docstring and nothing else.",

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from qkvshare_agents import QKVShareClient
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import table
+from qkvshare_agents.turns.report import table
 
 CODER = "Write the function, with a short docstring and nothing else."
 TESTER = (

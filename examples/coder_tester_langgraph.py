@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from qkvshare_agents import ChatQKVShare, add_cache_handoff
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import table
+from qkvshare_agents.turns.report import table
 
 CODER = "Write the function, with a short docstring and nothing else."
 TESTER = (

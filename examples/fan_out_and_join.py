@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from qkvshare_agents import ChatQKVShare, add_cache_handoff
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import table
+from qkvshare_agents.turns.report import table
 
 INSTRUCTIONS = {
     "planner": "Describe in three sentences what the lamp looks like and how it is used.",

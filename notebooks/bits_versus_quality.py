@@ -27,7 +27,7 @@ from pathlib import Path
 from IPython.display import Image, display
 
 from qkvshare_agents.eval import cases, fidelity, plot, table
-from qkvshare_agents.page import PRESETS, RENAMED
+from qkvshare_agents.kv.page import PRESETS, RENAMED
 
 if os.environ.get("QKVSHARE_REDUCED"):
     plan = cases.Plan(tokens=192, samples=2, positions=16, repeat_positions=16, needles=(), problems=0)

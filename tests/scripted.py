@@ -11,16 +11,17 @@ import torch
 from support import tiny_engine
 from torch import Tensor
 
-from qkvshare_agents import registry
-from qkvshare_agents.engine import Engine
-from qkvshare_agents.host import Host, HostSettings, Loaded
-from qkvshare_agents.ledger import Ledger
-from qkvshare_agents.run import Run
-from qkvshare_agents.runner import Runner
-from qkvshare_agents.start import Start
-from qkvshare_agents.transcript import Prompt, lay_out
-from qkvshare_agents.turn import Answer, Turn
-from qkvshare_agents.workspace import Workspace
+from qkvshare_agents.host import registry
+from qkvshare_agents.host.host import Host, Loaded
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.run import Run
+from qkvshare_agents.prompt.layout import Prompt, lay_out
+from qkvshare_agents.prompt.ledger import Ledger
+from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.turns.pipeline import Runner
+from qkvshare_agents.turns.prefix import Start
+from qkvshare_agents.turns.request import Answer, Turn
+from qkvshare_agents.turns.workspace import Workspace
 
 Script = Callable[[str], str]
 MAX_DIFFERENCE = 1e-3

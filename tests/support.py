@@ -6,8 +6,8 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from qkvshare_agents.engine import Engine
-from qkvshare_agents.span import Block, Span
+from qkvshare_agents.kv.span import Block, Span
+from qkvshare_agents.model.engine import Engine
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.page import PRESETS, Page, Precision, seal
-from qkvshare_agents.span import Block, Span
+from qkvshare_agents.kv.page import PRESETS, Page, Precision, seal
+from qkvshare_agents.kv.span import Block, Span
 from qkvshare_kernels import backend, memory
 from qkvshare_kernels.attention import PackedPages
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import QuantizedCache
 
-from qkvshare_agents import codec, page
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.eval import plain
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, seal_all
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import Precision
-from qkvshare_agents.rotation import settle
+from qkvshare_agents.kv import codec, page
+from qkvshare_agents.kv.page import Precision
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
 
 Group = Literal["control", "ours", "other"]
 

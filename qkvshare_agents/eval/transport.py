@@ -17,25 +17,27 @@ from typing import Any
 import torch
 import transformers
 
-from qkvshare_agents import integrity, package, page
-from qkvshare_agents.admission import unsound_words
-from qkvshare_agents.drift import Canary, canary_of, divergence, rows_of, weakness
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, QKVShareError
 from qkvshare_agents.eval import corpus, endurance
 from qkvshare_agents.eval.handoff import first_token, fork, hand_over
 from qkvshare_agents.eval.packing import bring, seal_all
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import Precision
-from qkvshare_agents.payload import Payload
-from qkvshare_agents.planner import crossover_tokens
-from qkvshare_agents.rotation import settle
-from qkvshare_agents.shared_store import SharedPageStore
-from qkvshare_agents.template import Ids
+from qkvshare_agents.exchange.admission import unsound_words
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv import page
+from qkvshare_agents.kv.page import Precision
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.canary import Canary, canary_of, divergence, rows_of, weakness
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
+from qkvshare_agents.store.runs import Step
+from qkvshare_agents.store.shared_store import SharedPageStore
 from qkvshare_agents.transport.interface import Transport
 from qkvshare_agents.transport.local import LocalTransport
 from qkvshare_agents.transport.shm import ShmTransport
+from qkvshare_agents.turns.plan import crossover_tokens
+from qkvshare_agents.wire import integrity, package
+from qkvshare_agents.wire.package import Package
+from qkvshare_agents.wire.payload import Payload
 
 _RAW_BYTES = 32 * 1024**2
 _SHORT_TOKENS = 128  # a second size, for the part of the cost that does not grow with the tokens
