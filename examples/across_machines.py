@@ -110,4 +110,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="smollm2-135m", help="local directory, pulled name or Hub id")
     parser.add_argument("--role", choices=[*INSTRUCTIONS, "host"], help="without it, all three are started here")
     options = parser.parse_args()
-    asyncio.run(work(options.role, options) if options.role in INSTRUCTIONS else main(options))
+    try:
+        asyncio.run(work(options.role, options) if options.role in INSTRUCTIONS else main(options))
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped") from None

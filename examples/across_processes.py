@@ -13,8 +13,8 @@ import sys
 
 from qkvshare_agents import Courier, Host, HostSettings, Message, Sampling, Turn
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import Arrival
 from qkvshare_agents.transport.shm import ShmTransport
+from qkvshare_agents.turns.report import Arrival
 
 INSTRUCTIONS = {
     "coder": "Write the function, with a short docstring and nothing else.",
@@ -116,5 +116,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     try:
         work(options.role, options.model) if options.role else main(options.model, options.kill)
-    except QKVShareError as error:
-        raise SystemExit(f"error: {error}") from error
+    except (QKVShareError, KeyboardInterrupt) as error:
+        raise SystemExit(f"error: {error}" if str(error) else "stopped") from None

@@ -6,15 +6,18 @@ python examples/coder_tester_autogen.py --model Qwen/Qwen2.5-1.5B-Instruct --tur
 
 import argparse
 import asyncio
+import logging
+import signal
 
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_core import CancellationToken
 from rich.console import Console
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from qkvshare_agents import QKVShareClient
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import table
+from qkvshare_agents.turns.report import table
 
 CODER = "Write the function, with a short docstring and nothing else."
 TESTER = (
@@ -36,9 +39,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def stops_with_ctrl_c() -> CancellationToken:
+    """A token for a team's run. A run that is cancelled without it goes through all of its turns first."""
+    token = CancellationToken()
+
+    def stop() -> None:
+        logging.getLogger("autogen_core").setLevel(logging.CRITICAL)  # it logs the turn that ends, with a traceback
+        token.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
+    return token
+
+
 async def main(options: argparse.Namespace) -> None:
     console = Console()
-    logging.disable_progress_bar()
+    disable_progress_bar()
     client = QKVShareClient(
         options.model,
         precision=options.precision,
@@ -54,7 +69,8 @@ async def main(options: argparse.Namespace) -> None:
     speaker = "user"
     console.rule(speaker)
     console.print(options.task, markup=False)
-    async for event in team.run_stream(task=options.task):
+    token = stops_with_ctrl_c()
+    async for event in team.run_stream(task=options.task, cancellation_token=token):
         if type(event).__name__ == "ModelClientStreamingChunkEvent":
             if event.source != speaker:
                 speaker = event.source
@@ -71,5 +87,7 @@ if __name__ == "__main__":
         asyncio.run(main(arguments()))
     except QKVShareError as error:
         raise SystemExit(f"error: {error}") from error
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise SystemExit("\nstopped") from None
     except RuntimeError as error:  # a team raises what its agents met as RuntimeError: the text, then a traceback
         raise SystemExit(f"error: {str(error).splitlines()[0]}") from error

@@ -5,6 +5,7 @@ python examples/coder_tester_langgraph.py --model Qwen/Qwen2.5-1.5B-Instruct --t
 """
 
 import argparse
+import asyncio
 
 from langchain.agents import create_agent
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -13,7 +14,7 @@ from transformers.utils import logging
 
 from qkvshare_agents import ChatQKVShare, add_cache_handoff
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import table
+from qkvshare_agents.turns.report import table
 
 CODER = "Write the function, with a short docstring and nothing else."
 TESTER = (
@@ -52,7 +53,7 @@ def graph(model: ChatQKVShare, turns: int, isolated: bool) -> StateGraph:
     return builder
 
 
-def main(options: argparse.Namespace) -> None:
+async def main(options: argparse.Namespace) -> None:
     console = Console()
     logging.disable_progress_bar()
     model = ChatQKVShare(
@@ -67,8 +68,8 @@ def main(options: argparse.Namespace) -> None:
     console.rule("user")
     console.print(options.task, markup=False)
     speaker, message_id = "user", None
-    stream = app.stream({"messages": [("user", options.task)]}, stream_mode="messages", subgraphs=True)
-    for _, (chunk, metadata) in stream:
+    stream = app.astream({"messages": [("user", options.task)]}, stream_mode="messages", subgraphs=True)
+    async for _, (chunk, metadata) in stream:
         if chunk.id != message_id:
             speaker, message_id = metadata["lc_agent_name"], chunk.id
             console.print()
@@ -81,6 +82,8 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     try:
-        main(arguments())
+        asyncio.run(main(arguments()))  # ctrl-C ends the turn that runs; a graph of threads would finish it first
     except QKVShareError as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped") from None

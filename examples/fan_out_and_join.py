@@ -7,6 +7,7 @@ The experts run at the same time as far as LangGraph is concerned; one model ans
 """
 
 import argparse
+import asyncio
 
 from langchain_core.messages import SystemMessage
 from langgraph.graph import START, MessagesState, StateGraph
@@ -15,7 +16,7 @@ from transformers.utils import logging
 
 from qkvshare_agents import ChatQKVShare, add_cache_handoff
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.report import table
+from qkvshare_agents.turns.report import table
 
 INSTRUCTIONS = {
     "planner": "Describe in three sentences what the lamp looks like and how it is used.",
@@ -43,8 +44,8 @@ def graph(model: ChatQKVShare) -> StateGraph:
     builder = StateGraph(MessagesState)
     for name, instruction in INSTRUCTIONS.items():
 
-        def answer(state: MessagesState, instruction: str = instruction) -> dict:
-            return {"messages": [model.invoke([SystemMessage(instruction), *state["messages"]])]}
+        async def answer(state: MessagesState, instruction: str = instruction) -> dict:
+            return {"messages": [await model.ainvoke([SystemMessage(instruction), *state["messages"]])]}
 
         builder.add_node(name, answer)
     builder.add_edge(START, "planner")
@@ -53,7 +54,7 @@ def graph(model: ChatQKVShare) -> StateGraph:
     return builder
 
 
-def main(options: argparse.Namespace) -> None:
+async def main(options: argparse.Namespace) -> None:
     console = Console()
     logging.disable_progress_bar()
     model = ChatQKVShare(
@@ -67,7 +68,7 @@ def main(options: argparse.Namespace) -> None:
     console.rule("user")
     console.print(options.task, markup=False)
     app = graph(model).compile()
-    for step in app.stream({"messages": [("user", options.task)]}, stream_mode="updates"):
+    async for step in app.astream({"messages": [("user", options.task)]}, stream_mode="updates"):
         for name, update in step.items():
             console.rule(name)
             console.print(update["messages"][-1].text, markup=False, highlight=False, soft_wrap=True)
@@ -81,6 +82,8 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     try:
-        main(arguments())
+        asyncio.run(main(arguments()))  # ctrl-C ends the turns that run; a graph of threads would finish them first
     except QKVShareError as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped") from None

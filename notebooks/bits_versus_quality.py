@@ -27,7 +27,7 @@ from pathlib import Path
 from IPython.display import Image, display
 
 from qkvshare_agents.eval import cases, fidelity, plot, table
-from qkvshare_agents.page import PRESETS
+from qkvshare_agents.kv.page import PRESETS, RENAMED
 
 if os.environ.get("QKVSHARE_REDUCED"):
     plan = cases.Plan(tokens=192, samples=2, positions=16, repeat_positions=16, needles=(), problems=0)
@@ -71,7 +71,7 @@ for result in results:
 named = {(p.key_bits, p.value_bits): name for name, p in PRESETS.items()}
 widths = [(k, v) for k in (8, 4, 3, 2) for v in (8, 4, 3, 2) if v <= k]
 for result in results:
-    rows = {row["scheme"]: row for row in result["rows"]}
+    rows = {RENAMED.get(row["scheme"], row["scheme"]): row for row in result["rows"]}  # also of older results
     print(result["header"]["model"])
     for k, v in widths:
         row = rows[named.get((k, v), f"k{k}v{v}")]

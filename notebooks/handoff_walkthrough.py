@@ -21,17 +21,18 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from qkvshare_agents.engine import Engine
-from qkvshare_agents.host import Host, HostSettings
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.ledger import Member
-from qkvshare_agents.page import PRESETS, seal
-from qkvshare_agents.report import table
-from qkvshare_agents.rotation import settle
-from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.span import Block, Span
-from qkvshare_agents.transcript import Message
-from qkvshare_agents.turn import Turn
+from qkvshare_agents.host.host import Host
+from qkvshare_agents.kv.page import PRESETS, seal
+from qkvshare_agents.kv.span import Block, Span
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
+from qkvshare_agents.prompt.layout import Message
+from qkvshare_agents.prompt.members import Member
+from qkvshare_agents.prompt.sampling import Sampling
+from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.turns.report import table
+from qkvshare_agents.turns.request import Turn
 from qkvshare_kernels import reference
 
 logging.disable_progress_bar()
@@ -175,7 +176,7 @@ def stored(preset: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 native = attention(keys, values)
 figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
-for preset in ("safe", "default", "small", "tiny"):
+for preset in ("safe", "compact", "small", "tiny"):
     moved = [float((a - b).abs().sum(-1).mean()) for a, b in zip(attention(*stored(preset)), native, strict=True)]
     axes.plot(moved, marker=".", label=preset)
 axes.set(xlabel="layer", ylabel="attention moved (of 2)", yscale="log", title="attention weights behind stored pages")

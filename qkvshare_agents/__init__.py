@@ -4,43 +4,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkvshare_adapters.autogen import QKVShareChatCompletionClient, QKVShareClient
-    from qkvshare_adapters.langchain import ChatQKVShare
-    from qkvshare_adapters.langgraph import add_cache_handoff, share_cache
-    from qkvshare_agents.access import Access
-    from qkvshare_agents.courier import Courier
-    from qkvshare_agents.host import Host, HostSettings
-    from qkvshare_agents.ledger import Member
-    from qkvshare_agents.loaded import forget_model, use_model
-    from qkvshare_agents.registry import open_host
-    from qkvshare_agents.report import HandoffReport
-    from qkvshare_agents.sampling import Sampling
-    from qkvshare_agents.transcript import Message, View
-    from qkvshare_agents.turn import Answer, Turn
+    from qkvshare_adapters.autogen.client import QKVShareChatCompletionClient, QKVShareClient
+    from qkvshare_adapters.langchain.chat_model import ChatQKVShare
+    from qkvshare_adapters.langgraph.handoff import add_cache_handoff, share_cache
+    from qkvshare_agents.host.courier import Courier
+    from qkvshare_agents.host.host import Host
+    from qkvshare_agents.host.registry import open_host
+    from qkvshare_agents.model.loaded import forget_model, use_model
+    from qkvshare_agents.prompt.layout import Message, View
+    from qkvshare_agents.prompt.members import Member
+    from qkvshare_agents.prompt.sampling import Sampling
+    from qkvshare_agents.settings import HostSettings
+    from qkvshare_agents.turns.access import Access
+    from qkvshare_agents.turns.report import HandoffReport
+    from qkvshare_agents.turns.request import Answer, Turn
 
 __version__ = "0.1.0"
 
 # Imported on first use: torch and the frameworks take seconds, and `qkvshare --help` needs neither.
 _PLACES = {
-    "QKVShareClient": "qkvshare_adapters.autogen",
-    "QKVShareChatCompletionClient": "qkvshare_adapters.autogen",
-    "ChatQKVShare": "qkvshare_adapters.langchain",
-    "add_cache_handoff": "qkvshare_adapters.langgraph",
-    "share_cache": "qkvshare_adapters.langgraph",
-    "Access": "qkvshare_agents.access",
-    "Answer": "qkvshare_agents.turn",
-    "Courier": "qkvshare_agents.courier",
-    "Host": "qkvshare_agents.host",
-    "HostSettings": "qkvshare_agents.host",
-    "Turn": "qkvshare_agents.turn",
-    "Member": "qkvshare_agents.ledger",
-    "forget_model": "qkvshare_agents.loaded",
-    "use_model": "qkvshare_agents.loaded",
-    "open_host": "qkvshare_agents.registry",
-    "HandoffReport": "qkvshare_agents.report",
-    "Sampling": "qkvshare_agents.sampling",
-    "Message": "qkvshare_agents.transcript",
-    "View": "qkvshare_agents.transcript",
+    "QKVShareClient": "qkvshare_adapters.autogen.client",
+    "QKVShareChatCompletionClient": "qkvshare_adapters.autogen.client",
+    "ChatQKVShare": "qkvshare_adapters.langchain.chat_model",
+    "add_cache_handoff": "qkvshare_adapters.langgraph.handoff",
+    "share_cache": "qkvshare_adapters.langgraph.handoff",
+    "Access": "qkvshare_agents.turns.access",
+    "Answer": "qkvshare_agents.turns.request",
+    "Courier": "qkvshare_agents.host.courier",
+    "Host": "qkvshare_agents.host.host",
+    "HostSettings": "qkvshare_agents.host.host",
+    "Turn": "qkvshare_agents.turns.request",
+    "Member": "qkvshare_agents.prompt.ledger",
+    "forget_model": "qkvshare_agents.model.loaded",
+    "use_model": "qkvshare_agents.model.loaded",
+    "open_host": "qkvshare_agents.host.registry",
+    "HandoffReport": "qkvshare_agents.turns.report",
+    "Sampling": "qkvshare_agents.prompt.sampling",
+    "Message": "qkvshare_agents.prompt.layout",
+    "View": "qkvshare_agents.prompt.layout",
 }
 __all__ = [
     "Access", "Answer", "ChatQKVShare", "Courier", "HandoffReport", "Host", "HostSettings", "Member", "Message",

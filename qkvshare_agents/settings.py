@@ -6,14 +6,19 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from qkvshare_agents.cue import REPEATED_TOKENS
-from qkvshare_agents.drift import COARSE
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.fitting import FITS, SHORTEST_CONTEXT, Fit
-from qkvshare_agents.integrity import check_secret
-from qkvshare_agents.models import DTYPES
-from qkvshare_agents.page import PRESETS, Precision, preset
-from qkvshare_agents.transcript import LAYOUTS, SHARED_SYSTEM, Layout
+from qkvshare_agents.kv.page import PRESETS, Precision, current_name, preset
+from qkvshare_agents.model.canary import COARSE
+from qkvshare_agents.model.catalog import DTYPES
+from qkvshare_agents.prompt.cue import REPEATED_TOKENS
+from qkvshare_agents.prompt.layout import LAYOUTS, SHARED_SYSTEM, Layout
+from qkvshare_agents.wire.integrity import check_secret
+
+Fit = Literal["drop_head", "drop_least_attended", "summarise", "error"]
+
+FITS: tuple[Fit, ...] = ("drop_head", "drop_least_attended", "summarise", "error")
+
+SHORTEST_CONTEXT = 64  # tokens; less can't hold the delimiters of a turn and an answer
 
 JOINT = "joint"  # widths are chosen for all agents together: `residents`
 
@@ -92,6 +97,7 @@ class HostSettings:
             raise InvalidSetting(f'no decoding {self.decoding!r}; choose "auto", "loop" or "generate"')
         if self.device is not None and self.device_map is not None:
             raise InvalidSetting("device is for the whole model, device_map for its layers: give one of them")
+        object.__setattr__(self, "precision", current_name(self.precision))
         if self.precision not in {*PRESETS, JOINT}:
             names = ", ".join(PRESETS)
             raise InvalidSetting(f"no preset {self.precision!r}; the presets are {names}, and {JOINT}")

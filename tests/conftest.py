@@ -6,9 +6,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a hub
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run without a GPU; triton looks when it is imported
 
-from qkvshare_agents import models, verdicts
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import ModelNotFound
+from qkvshare_agents.model import catalog, verdicts
+from qkvshare_agents.model.engine import Engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,7 +25,7 @@ def no_verdicts_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def demo_engine() -> Engine:
     """The demo model. CI must have it; elsewhere its tests are skipped with the remedy."""
     try:
-        models.resolve("smollm2-135m")
+        catalog.resolve("smollm2-135m")
     except ModelNotFound:
         if os.environ.get("CI"):
             raise

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from support import tiny_engine, tiny_tokenizer
 
-from qkvshare_agents.courier import Courier
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.eval import families
-from qkvshare_agents.host import Host, HostSettings
-from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.transcript import Message
+from qkvshare_agents.host.courier import Courier
+from qkvshare_agents.host.host import Host
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.prompt.layout import Message
+from qkvshare_agents.prompt.sampling import Sampling
+from qkvshare_agents.settings import HostSettings
 from qkvshare_agents.transport.shm import ShmTransport
-from qkvshare_agents.turn import Turn
+from qkvshare_agents.turns.request import Turn
 
 SECRET = "a secret that both sides were given"
 TASK = Message(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkvshare_agents.codec import encode
+from qkvshare_agents.kv.codec import encode
 from qkvshare_kernels import attention, backend, plain
 from qkvshare_kernels.attention import PackedPages
 

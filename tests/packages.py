@@ -7,13 +7,15 @@ import struct
 
 import torch
 
-from qkvshare_agents.balance import Balance
-from qkvshare_agents.fingerprint import Fingerprint
-from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import Page, Precision, keep_native, seal
-from qkvshare_agents.prefix_tree import chained_key
-from qkvshare_agents.snapshot import State, StatePart
-from qkvshare_agents.span import Block, LayerGroup, Span
+from qkvshare_agents.kv.balance import Balance
+from qkvshare_agents.kv.page import Page, Precision, keep_native, seal
+from qkvshare_agents.kv.shape import LayerGroup
+from qkvshare_agents.kv.span import Block, Span
+from qkvshare_agents.kv.state import State, StatePart
+from qkvshare_agents.model.fingerprint import Fingerprint
+from qkvshare_agents.store.prefix_tree import chained_key
+from qkvshare_agents.store.runs import Step
+from qkvshare_agents.wire.package import Package
 
 SECRET = "a secret that both sides were given"
 FINGERPRINT = Fingerprint(*(hashlib.sha256(name.encode()).hexdigest() for name in "abcdef"))

@@ -11,15 +11,17 @@ import torch
 from support import tiny_engine
 from torch import Tensor
 
-from qkvshare_agents import registry
-from qkvshare_agents.engine import Engine
-from qkvshare_agents.host import Host, HostSettings
-from qkvshare_agents.ledger import Ledger
-from qkvshare_agents.run import Run
-from qkvshare_agents.runner import Runner
-from qkvshare_agents.start import Start
-from qkvshare_agents.transcript import Prompt, lay_out
-from qkvshare_agents.turn import Answer, Turn
+from qkvshare_agents.host import registry
+from qkvshare_agents.host.host import Host, Loaded
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.run import Run
+from qkvshare_agents.prompt.layout import Prompt, lay_out
+from qkvshare_agents.prompt.ledger import Ledger
+from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.turns.pipeline import Runner
+from qkvshare_agents.turns.prefix import Start
+from qkvshare_agents.turns.request import Answer, Turn
+from qkvshare_agents.turns.workspace import Workspace
 
 Script = Callable[[str], str]
 MAX_DIFFERENCE = 1e-3
@@ -58,14 +60,6 @@ class ScriptedEngine:
         return scripted
 
 
-class _ScriptedRunner(Runner):
-    def _begin(self, prompt: Prompt, *rest: object) -> Start:
-        self._host.prompts.append(prompt)
-        started = super()._begin(prompt, *rest)
-        self._host.engine.prompt = prompt
-        return started
-
-
 class ScriptedHost(Host):
     """Records prompts; hands each to the engine, which then knows what to say."""
 
@@ -75,14 +69,31 @@ class ScriptedHost(Host):
         self.prompts: list[Prompt] = []
         self.restarts: list[tuple[str, str]] = []
         self.turns: list[Turn] = []
-        self._runner = _ScriptedRunner(self)
 
     def _run(self, turn: Turn, *rest: object) -> Answer:
         self.turns.append(turn)
         return super()._run(turn, *rest)
 
-    def prompt(self, turn: Turn) -> Prompt:
-        prompt = super().prompt(turn)
+    def _set_up(self, engine: Engine) -> Loaded:
+        host = self
+
+        class ScriptedWorkspace(Workspace):
+            def prompt(self, turn: Turn) -> Prompt:
+                prompt = super().prompt(turn)
+                host.note_restart(turn, prompt)
+                return prompt
+
+        class ScriptedRunner(Runner):
+            def _begin(self, prompt: Prompt, *rest: object) -> Start:
+                host.prompts.append(prompt)
+                started = super()._begin(prompt, *rest)
+                self._space.engine.prompt = prompt
+                return started
+
+        shared = {"ledger": self.ledger, "roster": self.roster, "reports": self.reports}
+        return Loaded.of(ScriptedWorkspace(self.settings, engine, **shared), ScriptedRunner)
+
+    def note_restart(self, turn: Turn, prompt: Prompt) -> None:
         members, own = self.roster.members(turn.scope), self.settings
         anew = lay_out(
             turn.messages,
@@ -96,7 +107,6 @@ class ScriptedHost(Host):
         )
         decode = self.engine.template.encoder.decode
         self.restarts.append((decode(prompt.ids, keep_special=True), decode(anew.ids, keep_special=True)))
-        return prompt
 
     @property
     def texts(self) -> list[str]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from qkvshare_agents import Host, HostSettings, Sampling, Turn, page
-from qkvshare_agents.engine import Engine
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.ledger import Member
-from qkvshare_agents.package import read
-from qkvshare_agents.payload import Payload
-from qkvshare_agents.transcript import Message
+from qkvshare_agents import Host, HostSettings, Sampling, Turn
+from qkvshare_agents.kv import page
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.prompt.layout import Message
+from qkvshare_agents.prompt.members import Member
+from qkvshare_agents.wire.package import read
+from qkvshare_agents.wire.payload import Payload
 
 _setup_privateuseone_for_python_backend("second")
 SECOND, CPU = torch.device("second:0"), torch.device("cpu")
@@ -149,7 +150,7 @@ def main() -> None:
         hosts = [Host(HostSettings("tiny", **way), engine(*layers)) for layers in senders]
         said, heard, reused = talk(*hosts)
         assert said == heard and reused > 64, (way, senders, said, heard, reused)
-        assert hosts[0].uniform_because == ""
+        assert hosts[0].load().uniform_because == ""
         for host in hosts:
             host.close()
     print("equal")

@@ -6,8 +6,8 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from qkvshare_agents.engine import Engine
-from qkvshare_agents.span import Block, Span
+from qkvshare_agents.kv.span import Block, Span
+from qkvshare_agents.model.engine import Engine
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -63,6 +63,13 @@ def tiny_model(kind: str = "llama", seed: int = 0, **overrides: object) -> PreTr
         sizes["sliding_window"] = None
     config = AutoConfig.for_model(kind, **{**sizes, **overrides})
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def of_words(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, which now hardly ever generates a control token but the one that ends its turn."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight[:2] = 0
+    return model
 
 
 def tiny_engine(kind: str = "llama", seed: int = 0, template: str = CHATML, **overrides: object) -> Engine:

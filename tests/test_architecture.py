@@ -1,51 +1,43 @@
-"""Imports run one way: each module names only modules of a lower rank."""
+"""Imports run one way: rooms name only the rooms that the table lets them, `TYPE_CHECKING` included."""
 
 import ast
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Rank of every module; a module may import only lower ranks.
-RANKS = {
-    "sensitivity": 1, "budget": 0, "observation": 5, "residents": 7, "status": 8, "admission": 7,
-    "errors": 0, "encoder": 0, "access": 0, "report": 3, "planner": 1, "sampling": 1, "fingerprint": 2, "toolcall": 1,
-    "grammar": 1, "models": 1, "configuration": 1, "template": 1, "ledger": 2, "detokenizer": 3,
-    "cue": 3, "transcript": 4,
-    "codec": 1, "page": 3, "snapshot": 3, "page_store": 6, "kv_cache": 4, "layers": 5, "settings": 5, "engine": 7,
-    "turn": 7, "rotation": 8, "speech": 8, "payload": 1, "integrity": 1, "container": 3,
-    "manifest_extras": 4, "manifest": 5,
-    "transport": 3, "package": 6, "shared_store": 7, "start": 8, "runner": 10, "inspection": 8, "exchange": 10,
-    "host": 11, "courier": 12, "drift": 1, "sharing": 13, "registry": 14, "eval": 15, "cli_eval": 16, "cli_budget": 16,
-    "cli": 17, "packed_cache": 5, "packed_attention": 8, "lean_cache": 7, "lookout": 1, "attention": 2,
-    "fitting": 1, "rotary": 5, "assembly": 7, "splice": 8, "fitter": 8, "composer": 9, "summary": 9,
-    "cuts": 5, "shortening": 8,
-    "projector": 8, "projection": 9, "lora": 8, "replay": 8, "keeping": 9, "identity": 3, "verdicts": 3, "probed": 6,
-    "weights": 1, "loaded": 2, "checkpoint": 3, "run": 5, "driver": 5.5, "probe": 5.6,  "decoding": 9,
-    "prefixes": 1, "turnstile": 0, "shelf": 5, "lookback": 5,
-    "span": 1, "checks": 1, "balance": 0, "part": 2, "prefix_tree": 4,  # what pages, packages and the store are made of
-}  # fmt: skip
+CORE = ROOT / "qkvshare_agents"
+TURN = {"root", "prompt", "kv", "model", "store", "budget", "settings", "wire", "transport"}
+# room -> what its files may import beside their own room; a single file is named by its dotted path
+ROOMS: dict[str, set[str]] = {
+    "root": set(),
+    "prompt": {"root"},
+    "kv": {"root"},
+    "model": {"root", "prompt", "kv"},
+    "store": {"root", "kv", "model.canary"},
+    "wire": {"root", "kv", "store.runs", "model.fingerprint", "model.canary"},
+    "transport": {"root", "wire.payload"},
+    "budget": {"root", "kv", "model"},
+    "settings": {"root", "prompt", "kv", "model", "wire.integrity"},
+    "turns": TURN | {"context"},
+    "context": TURN | {"turns"},
+    "exchange": TURN | {"turns", "context"},
+    "host": TURN | {"turns", "context", "exchange"},
+    "eval": TURN | {"turns", "context", "exchange", "host"},
+    "cli": TURN | {"turns", "context", "exchange", "host", "eval"},
+}
+ROOT_FILES = {"errors", "ids", "spans"}
+KNOW_TRANSFORMERS = {"model", "eval", "budget", "context"}
 FRAMEWORKS = {"autogen_core", "autogen_agentchat", "langgraph", "langchain", "langchain_core"}
-KNOW_TRANSFORMERS = {
-    "engine", "observation", "configuration", "layers", "models", "packed_attention", "eval", "fingerprint",
-    "attention", "lookout", "identity", "probed", "checkpoint", "run", "probe", "decoding", "driver",
-}  # fmt: skip
+FILES = sorted(path for path in CORE.rglob("*.py") if path != CORE / "__init__.py")
 
 
 def imports(path: Path) -> list[str]:
-    """Top-level and nested imports of a file, except those for type checkers only."""
-    tree = ast.parse(path.read_text())
-    skipped = {
-        id(node)
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
-        for node in ast.walk(branch)
-    }
+    """Dotted names of all that a file imports, wherever it does so."""
     found = []
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -53,28 +45,61 @@ def imports(path: Path) -> list[str]:
     return found
 
 
+def room_of(module: str) -> str:
+    """`kv` of `kv.page`, `root` of `errors`."""
+    first = module.split(".")[0]
+    return "root" if first in ROOT_FILES else first
+
+
 def module_of(path: Path) -> str:
-    inside = path.relative_to(ROOT / "qkvshare_agents").parts
-    return inside[0].removesuffix(".py")
+    parts = path.relative_to(CORE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-CORE = sorted(p for p in (ROOT / "qkvshare_agents").rglob("*.py") if p.name != "__init__.py")
-
-
-@pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_core_modules_import_downwards(path: Path) -> None:
-    module = module_of(path)
-    assert module in RANKS, f"{path.name} has no rank; add it to RANKS and to the tree in docs/design.md"
+def ours(path: Path) -> list[str]:
+    """Modules of the core that a file imports: `kv.page`."""
+    known = {module_of(p) for p in FILES}
+    found = []
     for name in imports(path):
         top, _, rest = name.partition(".")
-        assert top not in FRAMEWORKS, f"{module} imports the framework {top}"
-        assert top != "qkvshare_adapters", f"{module} imports an adapter"
+        if top == "qkvshare_agents":
+            parts = rest.split(".")
+            longest = next(
+                (".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), None
+            )
+            if longest:
+                found.append(longest)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: module_of(p))
+def test_rooms_import_what_the_table_allows(path: Path) -> None:
+    module = module_of(path)
+    room = room_of(module)
+    assert room in ROOMS, f"{module} is in no room of the table"
+    for other in ours(path):
+        allowed = room_of(other) in {room, *ROOMS[room]} or other in ROOMS[room]
+        assert allowed, f"{module} imports {other}: {room} may import {sorted(ROOMS[room])}"
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top not in FRAMEWORKS | {"qkvshare_adapters"}, f"{module} imports {top}"
         if top == "transformers":
-            assert module in KNOW_TRANSFORMERS, f"{module} imports transformers; only the engine knows it"
-        if top == "qkvshare_agents" and rest:
-            other = rest.split(".")[0]
-            if other in RANKS and other != module:
-                assert RANKS[other] < RANKS[module], f"{module} imports {other}, which is not below it"
+            assert room in KNOW_TRANSFORMERS, f"{module} imports transformers"
+
+
+def test_no_file_waits_for_itself() -> None:
+    """No circles, between rooms neither, but for turns and context, which know each other's protocols."""
+    files = {module_of(path): set(ours(path)) - {module_of(path)} for path in FILES}
+    try:
+        list(TopologicalSorter(files).static_order())
+    except CycleError as error:
+        pytest.fail(f"files import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: module_of(p))
+def test_underscore_files_stay_in_their_room(path: Path) -> None:
+    foreign = [m for m in ours(path) if m.split(".")[-1].startswith("_") and room_of(m) != room_of(module_of(path))]
+    assert not foreign, f"{module_of(path)} imports {foreign}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda p: p.name)
@@ -82,10 +107,10 @@ def test_kernels_import_nothing_of_ours(path: Path) -> None:
     assert not [n for n in imports(path) if n.startswith(("qkvshare_agents", "qkvshare_adapters", "transformers"))]
 
 
-def test_every_module_is_in_the_tree_of_the_design() -> None:
-    design = (ROOT / "docs/design.md").read_text()
-    missing = [p.name for p in CORE if p.name not in design]
-    assert not missing, f"the tree in docs/design.md lacks {missing}"
+@pytest.mark.parametrize("path", sorted((ROOT / "adapters").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_adapters_import_the_doors_only(path: Path) -> None:
+    rooms = {room_of(m) for m in ours(path)}
+    assert rooms <= {"root", "host", "turns", "prompt", "settings"}, f"{path.name} imports {rooms}"
 
 
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda p: p.name)
@@ -95,9 +120,15 @@ def test_pages_link_to_what_is_there(page: Path) -> None:
     assert not missing, f"{page.name} links to {missing}"
 
 
+def test_the_design_names_every_room() -> None:
+    design = (ROOT / "docs/design.md").read_text()
+    missing = [room for room in ROOMS if room != "root" and f"`{room}" not in design]
+    assert not missing, f"docs/design.md does not name {missing}"
+
+
 def test_files_stay_small() -> None:
     folders = ("qkvshare_agents", "kernels", "adapters", "examples")
     sizes = {p: len(p.read_text().splitlines()) for f in folders for p in (ROOT / f).rglob("*.py")}
-    assert not {p.name: n for p, n in sizes.items() if n > 400}
+    assert not {p.name: n for p, n in sizes.items() if n > 400}, "which concept is missing?"
     assert sorted(sizes.values())[len(sizes) // 2] <= 150, "the median file"
     assert all(n <= 120 for p, n in sizes.items() if p.parent.name == "examples")

@@ -1,6 +1,7 @@
-"""The examples over processes, on a tiny model: they end, and whoever is killed, the tester continues from KV."""
+"""The examples on a tiny model: they end, also by ctrl-C, and whoever is killed, the tester continues from KV."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,26 @@ def test_across_machines(model: str, valkey: str) -> None:  # noqa: F811
     address = f"localhost:{free_port()}"
     said = run("across_machines.py", "--model", model, "--redis", valkey, "--address", address)
     assert said.count("-- TEXT:") == 1 and said.count("-- KV:") == 1
+
+
+@pytest.mark.parametrize("name", ["coder_tester_autogen.py", "coder_tester_langgraph.py"])
+def test_ctrl_c_ends_the_turn_that_runs_and_says_so_in_a_line(model: str, name: str) -> None:
+    """Not the turns after it: 500 of them take minutes."""
+    command = [sys.executable, "-u", str(EXAMPLES / name), "--model", model, "--turns", "500", "--no-replay"]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert started.stdout
+    try:
+        while "coder" not in (line := started.stdout.readline()):
+            assert line, started.communicate()[1]
+        started.send_signal(signal.SIGINT)
+        said, complaint = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert (started.returncode, complaint.strip()) == (1, "stopped")
+    assert "Handoffs" not in said

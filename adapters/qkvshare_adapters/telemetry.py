@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
-from qkvshare_agents.host import Host
-from qkvshare_agents.turn import Answer
+from qkvshare_agents.host.host import Host
+from qkvshare_agents.turns.request import Answer
 
 _tracer = trace.get_tracer("qkvshare")
 

@@ -16,22 +16,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qkvshare_agents.budget import Item, allocate
-from qkvshare_agents.codec import prepare
-from qkvshare_agents.engine import Engine
+from qkvshare_agents.budget.agents import curves_of, mean_units, page_sizes, size_at
+from qkvshare_agents.budget.knapsack import Item, allocate
+from qkvshare_agents.budget.observer import Observer
+from qkvshare_agents.budget.sensitivity import Unit
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval.cases import CUE, Block, code_blocks
 from qkvshare_agents.eval.fidelity import conditions
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, kl_divergences, seal_all
 from qkvshare_agents.eval.speed import DECODED, tokens_per_s
 from qkvshare_agents.eval.team import Agent, agents_that_differ
-from qkvshare_agents.kv_cache import KVCache, KVShape
-from qkvshare_agents.lean_cache import LeanCache
-from qkvshare_agents.observation import Observer
-from qkvshare_agents.page import PRESETS, Precision
-from qkvshare_agents.residents import curves_of, mean_units, page_sizes, size_at
-from qkvshare_agents.rotation import settle
-from qkvshare_agents.sensitivity import Unit
+from qkvshare_agents.kv.codec import prepare
+from qkvshare_agents.kv.lean_cache import LeanCache
+from qkvshare_agents.kv.page import PRESETS, Precision
+from qkvshare_agents.kv.shape import KVShape
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
 
 Policy = Literal["native", "uniform", "key_value_split", "per_layer", "joint"]
 AVERAGES = (2.0, 2.5, 3.0, 3.5, 4.0)

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkvshare_agents.drift import COARSE, WATCHED, Canary, canary_of, default_limit, divergence
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import PRESETS, Page, Precision, keep_native, seal
-from qkvshare_agents.part import Part
-from qkvshare_agents.rotation import settle
-from qkvshare_agents.span import Block, Span
-from qkvshare_agents.template import Ids
-from qkvshare_agents.transcript import SHARED_SYSTEM
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.page import PRESETS, Page, Precision, keep_native, seal
+from qkvshare_agents.kv.part import Part
+from qkvshare_agents.kv.shape import WATCHED
+from qkvshare_agents.kv.span import Block, Span
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.canary import COARSE, Canary, canary_of, default_limit, divergence
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
+from qkvshare_agents.prompt.layout import SHARED_SYSTEM
 
-_TRIED = ("safe", "default")
+_TRIED = ("safe", "compact")
 # How many tokens before the end of the answer KV is handed over; each right one comes to two receivers
 _RIGHT_ENDS, _WRONG_ENDS = (0, 2, 4, 6, 8, 10, 12, 14), (0, 8)
 FAINT = ("a bit in 0.1 % of bytes", "one layer of one page")  # damage that may move nothing: not counted as wrong

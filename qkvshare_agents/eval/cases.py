@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus, humaneval, needles
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
 
 CUE = "\n\nRepeat the text above:\n"
 Kind = Literal["continue", "repeat", "needle", "code"]

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 import transformers
 
-from qkvshare_agents.access import Access
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
-from qkvshare_agents.host import Host, HostSettings
-from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.transcript import Message
-from qkvshare_agents.turn import Answer, Turn
+from qkvshare_agents.host.host import Host
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.prompt.layout import Message
+from qkvshare_agents.prompt.sampling import Sampling
+from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.turns.access import Access
+from qkvshare_agents.turns.request import Answer, Turn
 
 _DUTIES = ("Answer the question.", "Say what is missing in the answer.", "Sum up what was said so far.")
 

@@ -24,7 +24,9 @@ from types import FunctionType
 from typing import Any
 
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.template import Encoder, Ids, Template
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.prompt.chat_template import Template
+from qkvshare_agents.prompt.encoder import Encoder
 
 _CHAT_MODULES = (statistics, shutil, random, calendar, configparser, csv, fractions, tempfile)
 _CODE_MODULES = (argparse, ast, dataclasses, difflib, heapq, textwrap, typing)

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from qkvshare_agents import rotary
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.eval.packing import kl_divergence, seal_all
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.layers import kinds_of, longest_window
-from qkvshare_agents.page import PRESETS, Precision
-from qkvshare_agents.page_store import PageStore
-from qkvshare_agents.rotary import Rotary
-from qkvshare_agents.snapshot import Snapshot
-from qkvshare_agents.span import in_words
-from qkvshare_agents.template import Ids
-from qkvshare_agents.weights import input_device
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.page import PRESETS, Precision
+from qkvshare_agents.kv.shape import in_words
+from qkvshare_agents.kv.state import Snapshot
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model import rope
+from qkvshare_agents.model.cache_layers import kinds_of, longest_window
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.rope import Rotary
+from qkvshare_agents.model.weights import input_device
+from qkvshare_agents.store.page_store import PageStore
 
 _SHARED_TOKENS, _OWN_TOKENS, _GAP = 100, 12, 50
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # relative, of logits
@@ -55,7 +55,7 @@ def _tried(engine: Engine, packed: bool) -> dict[str, Any]:
         "fork": all(_exact(engine, stored, shared, tail) for tail in tails),
         "cut": not engine.has_state
         and all(_exact(engine, stored, cut, tails[1]) for cut in (shared[:-17], shared[: len(shared) // 3])),
-        "immovable": (turns := rotary.of_stored(engine)).refusal or _moves(engine, turns, stored, shared, tails[0]),
+        "immovable": (turns := rope.of_stored(engine)).refusal or _moves(engine, turns, stored, shared, tails[0]),
         **({"kl": _divergences(engine, shared, tails[0], turns)} if packed else {}),
     }
 
@@ -142,7 +142,7 @@ def _spliced(engine: Engine, turns: Rotary, shared: Ids) -> KVCache:
     )
     kv.load(_Stored(engine, other, PRESETS["native"]).pages.match(other).runs)
     kv.keep(first, range(first + source, len(other)))
-    rotary.move(turns, kv, [*range(first), *range(first + source, len(other))])
+    rope.move(turns, kv, [*range(first), *range(first + source, len(other))])
     return kv
 
 

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qkvshare_agents import package
-from qkvshare_agents.package import Package
-from qkvshare_agents.shared_store import SharedPageStore
+from qkvshare_agents.store.shared_store import SharedPageStore
 from qkvshare_agents.transport.shm import ShmTransport
+from qkvshare_agents.wire import package
+from qkvshare_agents.wire.package import Package
 
 _DEADLINE_MS = 30_000.0
 

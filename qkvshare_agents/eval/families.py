@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import doctor
+from qkvshare_agents.model.engine import Engine
 
 _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -149,7 +149,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 24, "head_dim": 12},
 }  # fmt: skip
 COLUMNS = ("exact", "reading", "cut", "fork", "fitting", "splice", "8", "4", "3", "3/2")
-_PRESET_OF = {"8": "safe", "4": "default", "3": "small", "3/2": "tiny"}
+_PRESET_OF = {"8": "safe", "4": "compact", "3": "small", "3/2": "tiny"}
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

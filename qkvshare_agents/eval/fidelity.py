@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import schemes
 from qkvshare_agents.eval.cases import FULL, Kind, Plan, cases
 from qkvshare_agents.eval.packing import ROOM_TOKENS, kl_divergences
 from qkvshare_agents.eval.schemes import Scheme
-from qkvshare_agents.kv_cache import KVCache, KVShape
-from qkvshare_agents.page import Precision
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.page import Precision
+from qkvshare_agents.kv.shape import KVShape
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
 
 MEASURES = (
     "stored_bytes", "bits_per_value", "packed_bits_per_value", "mean_kl", "p99_kl", "top1", "ppl_delta",

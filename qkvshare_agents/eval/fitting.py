@@ -12,17 +12,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from qkvshare_agents import rotary
-from qkvshare_agents.attention import AttentionMeter
-from qkvshare_agents.engine import Engine
+from qkvshare_agents.context.attention_mass import AttentionMeter
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
 from qkvshare_agents.eval.packing import kl_divergences, seal_all
-from qkvshare_agents.fitting import Spans, count, cut, joined, without
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import preset
-from qkvshare_agents.rotary import Rotary
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.page import preset
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model import rope
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.rope import Rotary
+from qkvshare_agents.spans import Spans, count, cut, joined, without
 
 _SINKS = 4
 
@@ -75,7 +75,7 @@ def run(
     cache (medians). Raises InvalidSetting for a model whose KV can't be moved or sizes that make no sense.
     """
     engine = engine or Engine.load(model)
-    turns = rotary.measure(engine)
+    turns = rope.measure(engine)
     if turns.refusal:
         raise InvalidSetting(f"{engine.name}: {turns.refusal}")
     if not 64 <= keep < tokens or min(samples, positions) < 1 or tokens + positions > engine.context_tokens:
@@ -137,7 +137,7 @@ def _methods(engine: Engine, turns: Rotary, keep: int) -> dict[str, Method]:
         "drop_head, no sinks": lambda text: (_cut(engine, turns, text, nothing(text)), 0, 0),
         "drop_least_attended": lambda text: (_cut(engine, turns, text, least(text)), 0, 0),
         "drop_head, 8 bits": lambda text: (_cut(engine, turns, text, opening(text), "safe"), 0, 0),
-        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, opening(text), "default"), 0, 0),
+        "drop_head, 4 bits": lambda text: (_cut(engine, turns, text, opening(text), "compact"), 0, 0),
         "cut_text": lambda text: (_read(engine, cut(text.ids, opening(text))), keep, 0),
         "cut_text, no header": lambda text: (_read(engine, cut(text.ids, nothing(text))), keep, 0),
         "header only": lambda text: (_read(engine, text.ids[: text.header]), text.header, 0),
@@ -158,7 +158,7 @@ def _cut(engine: Engine, turns: Rotary | None, text: _Text, dropped: Spans, prec
     kv.load(seal_all(text.full, text.ids, preset(precision)).match(text.ids).runs)
     kv.keep(0, kept)
     if turns:
-        rotary.move(turns, kv, kept)
+        rope.move(turns, kv, kept)
     return kv
 
 

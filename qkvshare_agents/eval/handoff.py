@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import transformers
 
-from qkvshare_agents import page
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
 from qkvshare_agents.eval.packing import bring, kl_divergence, seal_all
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import Precision
-from qkvshare_agents.page_store import PageStore
-from qkvshare_agents.rotation import settle
-from qkvshare_agents.run import Run
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv import page
+from qkvshare_agents.kv.page import Precision
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
+from qkvshare_agents.model.run import Run
+from qkvshare_agents.store.page_store import PageStore
 
 GREEDY_TOKENS = 64
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus, plot
 from qkvshare_agents.eval.packing import kl_divergences
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import PRESETS, Page, Precision, keep_native, seal
-from qkvshare_agents.rotation import settle
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.page import PRESETS, Page, Precision, keep_native, seal
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
 
 HOPS = (1, 2, 4, 8, 16)
 STRAWMAN = "reencode_each_hop"
@@ -105,7 +105,7 @@ def _schemes(engine: Engine, refresh_every: int) -> list[_Scheme]:
         for name, precision in settled.items()
     ]
     strawmen = [
-        _Scheme(STRAWMAN, settled["default"], reencodes=True),
+        _Scheme(STRAWMAN, settled["compact"], reencodes=True),
         _Scheme(f"{STRAWMAN}, safe", settled["safe"], reencodes=True),
     ]
     return [*plain, *(refreshed if refresh_every else ()), *strawmen]

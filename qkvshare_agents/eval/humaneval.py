@@ -7,7 +7,8 @@ and not how often the answer is right.
 import importlib.util
 
 from qkvshare_agents.errors import InvalidSetting, MissingDependency
-from qkvshare_agents.template import Ids, Template
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.prompt.chat_template import Template
 
 _TASK = "Complete this Python function:\n\n"
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.page import PRESETS, Page, Precision, seal
-from qkvshare_agents.span import Block, Span
+from qkvshare_agents.kv.page import PRESETS, Page, Precision, seal
+from qkvshare_agents.kv.span import Block, Span
 from qkvshare_kernels import backend, memory
 from qkvshare_kernels.attention import PackedPages
 
 # Keys and values at one width each: presets where there is one
-PRECISIONS = {8: PRESETS["safe"], 4: PRESETS["default"], 3: Precision(3, 3), 2: Precision(2, 2)}
+PRECISIONS = {8: PRESETS["safe"], 4: PRESETS["compact"], 3: Precision(3, 3), 2: Precision(2, 2)}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
-from qkvshare_agents.template import Ids, Template
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.prompt.chat_template import Template
 
 _CITIES = ("Lisbon", "Oslo", "Nairobi", "Lima", "Hanoi", "Prague", "Quito", "Dublin", "Ankara", "Seoul")
 

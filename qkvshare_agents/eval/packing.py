@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from qkvshare_agents import page
 from qkvshare_agents.errors import QKVShareError
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import Page, Precision
-from qkvshare_agents.page_store import PageStore
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv import page
+from qkvshare_agents.kv.page import Page, Precision
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.store.page_store import PageStore
 
 ROOM_TOKENS = 256  # in the working cache, for what follows
 _ROWS = 32

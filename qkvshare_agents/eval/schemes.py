@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import QuantizedCache
 
-from qkvshare_agents import codec, page
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import UnsupportedModel
 from qkvshare_agents.eval import plain
 from qkvshare_agents.eval.packing import ROOM_TOKENS, bring, seal_all
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.page import Precision
-from qkvshare_agents.rotation import settle
+from qkvshare_agents.kv import codec, page
+from qkvshare_agents.kv.page import Precision
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
 
 Group = Literal["control", "ours", "other"]
 
@@ -66,7 +66,7 @@ def all_schemes(engine: Engine, extra: Mapping[str, Precision] | None = None, *,
         Scheme("no_context", "control", _nothing),
         Scheme("wrong_context", "control", paged("", native).seal, of_other_text=True),
         *(paged(name, precision) for name, precision in ours.items()),
-        Scheme("default, deflated", "ours", partial(_deflated, ours["default"])),
+        Scheme("compact, deflated", "ours", partial(_deflated, ours["compact"])),
         Scheme("float16", "other", partial(_layerwise, plain.cast)),
         *(
             Scheme(f"int{bits} per {group}", "other", partial(_layerwise, partial(encode, bits=bits)))

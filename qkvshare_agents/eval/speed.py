@@ -5,13 +5,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import UnsupportedModel
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.lean_cache import LeanCache
-from qkvshare_agents.packed_attention import begin as begin_packed
-from qkvshare_agents.run import Run
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.lean_cache import LeanCache
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.packed_attention import begin as begin_packed
+from qkvshare_agents.model.run import Run
 
 DECODED = 16  # tokens
 

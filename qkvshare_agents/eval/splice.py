@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from qkvshare_agents import rotary
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import corpus
 from qkvshare_agents.eval.fitting import Scores, header, rows
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.rotary import Rotary
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model import rope
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.rope import Rotary
 
 _THEIRS = (
     "You are the reader of a team. You are given a text, and read all of it with care, for whoever comes after you "
@@ -36,7 +36,7 @@ def run(
     computed anew; not turned; computed behind nothing; and without the text. Raises InvalidSetting as that does.
     """
     engine = engine or Engine.load(model)
-    turns = rotary.measure(engine)
+    turns = rope.measure(engine)
     if turns.refusal:
         raise InvalidSetting(f"{engine.name}: {turns.refusal}")
     template = engine.template
@@ -94,5 +94,5 @@ def _spliced(
             layer, keys[:, before + again : before + len(segment)], values[:, before + again : before + len(segment)]
         )
     if turns:
-        rotary.move(turns, kv, [*range(first), *range(before + again, before + len(segment))])
+        rope.move(turns, kv, [*range(first), *range(before + again, before + len(segment))])
     return kv

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from qkvshare_agents.encoder import Ids
 from qkvshare_agents.errors import InvalidSetting
-from qkvshare_agents.page import Page, keep_native
-from qkvshare_agents.shared_store import SharedPageStore
-from qkvshare_agents.span import Block, Span
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv.page import Page, keep_native
+from qkvshare_agents.kv.span import Block, Span
+from qkvshare_agents.store.shared_store import SharedPageStore
 
 SIZES = ((1_000, 30), (10_000, 300), (100_000, 3_000))  # (pages, conversations)
 _PAGE_SIZE = 16  # tokens

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.eval import corpus, humaneval, needles
 from qkvshare_agents.eval.cases import CUE, Block
-from qkvshare_agents.template import Ids
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.model.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,23 +17,27 @@ from typing import Any
 import torch
 import transformers
 
-from qkvshare_agents import integrity, package, page
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting, QKVShareError
 from qkvshare_agents.eval import corpus, endurance
 from qkvshare_agents.eval.handoff import first_token, fork, hand_over
 from qkvshare_agents.eval.packing import bring, seal_all
-from qkvshare_agents.kv_cache import KVCache
-from qkvshare_agents.package import Package, Step
-from qkvshare_agents.page import Precision
-from qkvshare_agents.payload import Payload
-from qkvshare_agents.planner import crossover_tokens
-from qkvshare_agents.rotation import settle
-from qkvshare_agents.shared_store import SharedPageStore
-from qkvshare_agents.template import Ids
+from qkvshare_agents.exchange.admission import unsound_words
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.kv import page
+from qkvshare_agents.kv.page import Precision
+from qkvshare_agents.kv.working_cache import KVCache
+from qkvshare_agents.model.canary import Canary, canary_of, divergence, rows_of, weakness
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.key_calibration import settle
+from qkvshare_agents.store.runs import Step
+from qkvshare_agents.store.shared_store import SharedPageStore
 from qkvshare_agents.transport.interface import Transport
 from qkvshare_agents.transport.local import LocalTransport
 from qkvshare_agents.transport.shm import ShmTransport
+from qkvshare_agents.turns.plan import crossover_tokens
+from qkvshare_agents.wire import integrity, package
+from qkvshare_agents.wire.package import Package
+from qkvshare_agents.wire.payload import Payload
 
 _RAW_BYTES = 32 * 1024**2
 _SHORT_TOKENS = 128  # a second size, for the part of the cost that does not grow with the tokens
@@ -58,7 +63,8 @@ def run(
     first token behind `suffix` more. put_and_get_ratio, moving_ratio: put and get alone, and with write and read, of
     hot_prefix_ms. crossover_tokens: from where on moving (fixed_ms + ms_per_token, import included) beats text replay,
     None if never. break_even_mb_per_s: a bandwidth below which it never does. replay_ms, hot_prefix_ms: the same first
-    token by text replay, and behind a native cache that nobody had to move.
+    token by text replay, and behind a native cache that nobody had to move. check_ms: what a receiver's checks of words
+    and canary take, without the canary's own forward.
     handoffs: also move that many small packages over shm, and see what is left.
     """
     if min(tokens, suffix, rounds) < 1 or tokens <= _SHORT_TOKENS or handoffs < 0:
@@ -124,7 +130,7 @@ def show(result: dict[str, Any]) -> None:
 
     r = result
     title = f"{r['tokens']} tokens of {r['model']}, {r['preset']}, to another process (ms)"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, title_justify="left")
     columns = (
         "write",
         "put",
@@ -138,7 +144,7 @@ def show(result: dict[str, Any]) -> None:
         "pays\nfrom",
     )
     for column in ("", *columns):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for name, t in r["transports"].items():
         times = [f"{t[key]:.1f}" for key in ("write_ms", "put_ms", "get_ms", "read_ms")]
         times += [f"{t[key]:.1%}" for key in ("put_and_get_ratio", "moving_ratio")]
@@ -150,6 +156,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"package {payload / 1e6:.1f} MB, signed with {r['digest']}; pays from: tokens, import included")
     console.print(f"below {r['break_even_mb_per_s']:.1f} MB/s text is always faster on this machine")
     console.print(f"hot native prefix {r['hot_prefix_ms']:.0f} ms, text replay {r['replay_ms']:.0f} ms")
+    console.print(f"checking words and canary {r['check_ms']:.2f} ms, beside the canary's own forward")
     if many := r.get("many"):
         console.print(
             f"{many['handoffs']} handoffs over shm: {many['ms_each']:.2f} ms each; left: {many['files']} files, "
@@ -163,17 +170,34 @@ def _baselines(engine: Engine, precision: Precision, ids: Ids, tokens: int, roun
     hot = engine.begin(None)
     engine.feed(hot, head)
     sent = _package(engine, precision, head)
+    answers = replace(sent, ledger=_answers(engine, head))
+    logits = torch.stack(tuple(hot.expected))
+    canary = canary_of(logits)
     working = KVCache(engine.shape)
     samples: dict[str, list[float]] = {}
     for _ in range(rounds + 1):  # the first round warms up
         _timed(samples, "hot_prefix_ms", lambda: first_token(engine, fork(hot), tail))
         store = SharedPageStore(b"", 2**62)
         _timed(samples, "graft_ms", partial(store.graft, sent.ids, sent.steps))
+        _timed(samples, "check_ms", partial(_check, engine, answers, canary, logits))
         _timed(samples, "import_ms", partial(bring, store, head, working))
         _timed(samples, "import_and_first_ms", partial(hand_over, engine, store, working, head, tail))
     for _ in range(2):  # seconds each
         _timed(samples, "replay_ms", lambda: first_token(engine, engine.begin(None), ids))
     return {name: statistics.median(values[1:]) for name, values in samples.items()}
+
+
+def _answers(engine: Engine, ids: Ids) -> tuple[tuple[str, int, int], ...]:
+    """As if members had said all of it, 64 tokens each."""
+    decode = engine.template.encoder.decode
+    places = ((start, min(start + 64, len(ids))) for start in range(0, len(ids), 64))
+    return tuple((decode(ids[start:stop]), start, stop) for start, stop in places)
+
+
+def _check(engine: Engine, sent: Package, canary: Canary, logits: torch.Tensor) -> None:
+    unsound_words(engine.template.encoder, sent)
+    weakness(canary, rows_of(sent.covered_tokens), logits.shape[-1])
+    divergence(canary, logits)
 
 
 def _package(engine: Engine, precision: Precision, ids: Ids) -> Package:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from qkvshare_agents.errors import InvalidSetting, PackageNotFound, TransportError, TransportTimeout
-from qkvshare_agents.payload import Payload
+from qkvshare_agents.wire.payload import Payload
 
 DEADLINE_MS = 500.0
 LIFETIME_MS = 600_000

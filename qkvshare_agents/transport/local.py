@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 
 from qkvshare_agents.errors import PackageNotFound, TransportError
-from qkvshare_agents.payload import Payload
 from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, Deadline, check_key
+from qkvshare_agents.wire.payload import Payload
 
 
 class LocalTransport:

@@ -13,14 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from qkvshare_agents.errors import InvalidSetting, MissingDependency, PackageNotFound, TransportError
-from qkvshare_agents.payload import Payload
-from qkvshare_agents.transport.interface import (
-    DEADLINE_MS,
-    LIFETIME_MS,
-    MAX_PACKAGE_BYTES,
-    check_key,
-    run_within,
-)
+from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, MAX_PACKAGE_BYTES, check_key, run_within
+from qkvshare_agents.wire.payload import Payload
 
 try:
     from mooncake.store import MooncakeDistributedStore

@@ -25,15 +25,9 @@ from qkvshare_agents.errors import (
     TransportTimeout,
     printable,
 )
-from qkvshare_agents.payload import Payload
-from qkvshare_agents.transport.interface import (
-    DEADLINE_MS,
-    LIFETIME_MS,
-    MAX_PACKAGE_BYTES,
-    check_key,
-    run_within,
-)
+from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, MAX_PACKAGE_BYTES, check_key, run_within
 from qkvshare_agents.transport.replies import SHORT_BYTES, Announcements, ReadAlong, UnaskedReply
+from qkvshare_agents.wire.payload import Payload
 
 try:
     import redis

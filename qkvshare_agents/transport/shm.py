@@ -18,14 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qkvshare_agents.errors import PackageNotFound, TransportError
-from qkvshare_agents.payload import Payload
-from qkvshare_agents.transport.interface import (
-    DEADLINE_MS,
-    LIFETIME_MS,
-    MAX_PACKAGE_BYTES,
-    Deadline,
-    check_key,
-)
+from qkvshare_agents.transport.interface import DEADLINE_MS, LIFETIME_MS, MAX_PACKAGE_BYTES, Deadline, check_key
+from qkvshare_agents.wire.payload import Payload
 from qkvshare_kernels import private
 from qkvshare_kernels.memory import fresh
 

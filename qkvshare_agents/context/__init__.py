@@ -1,0 +1,1 @@
+"""Prompts that do not fit into the context, or whose KV is put together from pieces."""

@@ -1,0 +1,1 @@
+"""A loaded model as a service for many agents, in this process and with others."""

@@ -1,0 +1,3 @@
+"""Token ids, what two runs of them have in common, and spans of positions."""
+
+Ids = tuple[int, ...]

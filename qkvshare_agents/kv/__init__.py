@@ -1,0 +1,1 @@
+"""Keys and values: quantized pages, and the caches that attention reads."""

@@ -1,0 +1,1 @@
+"""Messages become token ids, and token ids become answers."""

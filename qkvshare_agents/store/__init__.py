@@ -1,0 +1,1 @@
+"""What is kept of earlier turns, found by the longest equal prefix."""

@@ -1,0 +1,1 @@
+"""One turn: what is asked, what it continues from, the answer, the report."""

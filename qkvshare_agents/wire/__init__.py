@@ -1,0 +1,1 @@
+"""Pages of a conversation as bytes that another process believes only when they fit."""
