@@ -11,14 +11,16 @@ from typing import Any
 import torch
 import transformers
 
-from qkvshare_agents.cue import REPEATED_TOKENS
-from qkvshare_agents.engine import Engine
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval.scenarios import SHAPES, Scenario, all_scenarios
-from qkvshare_agents.ledger import Ledger, Member
-from qkvshare_agents.run import Run
-from qkvshare_agents.template import Ids, Template
-from qkvshare_agents.transcript import Layout, Message, lay_out
+from qkvshare_agents.ids import Ids
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.model.run import Run
+from qkvshare_agents.prompt.chat_template import Template
+from qkvshare_agents.prompt.cue import REPEATED_TOKENS
+from qkvshare_agents.prompt.layout import Layout, Message, lay_out
+from qkvshare_agents.prompt.ledger import Ledger
+from qkvshare_agents.prompt.members import Member
 
 MEASURES = ("nll", "margin", "instruction_effect", "prompt_tokens")
 _DRAWS = 10_000

@@ -9,16 +9,17 @@ import torch
 from support import tiny_engine
 from typer.testing import CliRunner
 
-from qkvshare_agents import cli
-from qkvshare_agents.engine import Engine
+from qkvshare_agents.cli import app
 from qkvshare_agents.errors import InvalidSetting
 from qkvshare_agents.eval import layout
 from qkvshare_agents.eval.layout import ARMS, LABELLED, RELAY, SHORT, STOCK, Arm
 from qkvshare_agents.eval.scenarios import SHAPES, Scenario, all_scenarios
-from qkvshare_agents.host import Host, HostSettings
-from qkvshare_agents.sampling import Sampling
-from qkvshare_agents.transcript import Message
-from qkvshare_agents.turn import Turn
+from qkvshare_agents.host.host import Host
+from qkvshare_agents.model.engine import Engine
+from qkvshare_agents.prompt.layout import Message
+from qkvshare_agents.prompt.sampling import Sampling
+from qkvshare_agents.settings import HostSettings
+from qkvshare_agents.turns.request import Turn
 
 SCENARIOS = [*all_scenarios()[:4], *all_scenarios()[-3:]]
 ROW = {"model", "layout", "shape", "nll", "margin", "margin_minus_stock", "low", "high", "instruction_effect"}
@@ -153,7 +154,7 @@ def test_scenarios_of_one_shape_are_not_enough(engine: Engine) -> None:
 
 def test_the_command_prints_json_or_80_columns(result: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "run", lambda **settings: result)
-    assert json.loads(CliRunner().invoke(cli.app, ["eval", "layout", "--json"]).stdout) == result
-    shown = CliRunner().invoke(cli.app, ["eval", "layout"]).stdout
+    assert json.loads(CliRunner().invoke(app.app, ["eval", "layout", "--json"]).stdout) == result
+    shown = CliRunner().invoke(app.app, ["eval", "layout"]).stdout
     assert all(len(line) <= 80 for line in shown.splitlines()) and "…" not in shown
     assert all(arm.name in shown for arm in ARMS)
