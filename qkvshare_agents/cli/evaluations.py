@@ -118,3 +118,18 @@ def eval_splice(
     else:
         title = f"{model}: {tokens} tokens behind another system text"
         fitting.show(result, title, ("method", "mean_kl", "median_text_kl", "top1", "positions", "read_tokens", "ms"))
+
+
+@eval_app.command("layout")
+def eval_layout(
+    model: Annotated[str, typer.Option(help="Pulled name, directory or Hub id.")] = "smollm2-135m",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Likelihood of answers in the speaker's and in another agent's role, by the layout of the prompt."""
+    from qkvshare_agents.eval import layout
+
+    result = layout.run(model=model)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        layout.show(result)
