@@ -6,7 +6,7 @@ DEMO := $(VENV)/.demo
 ALL := $(VENV)/.installed
 MODEL := smollm2-135m
 
-.PHONY: help install model demo demo-langgraph test test-all lint bench notebooks
+.PHONY: help install model demo demo-langgraph test test-rest test-all lint bench notebooks
 .DEFAULT_GOAL := help
 
 help:
@@ -49,14 +49,16 @@ demo-langgraph: model
 	@$(BIN)/python examples/coder_tester_langgraph.py
 
 # One torch thread per worker. Threads that wait by spinning make tests on busy machines 20 times slower.
-test test-all: export OMP_NUM_THREADS = 1
-test test-all: export OMP_WAIT_POLICY = PASSIVE
+test test-rest: export OMP_NUM_THREADS = 1
+test test-rest: export OMP_WAIT_POLICY = PASSIVE
 
 test: install
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not model" --durations=15
 
-test-all: install model
-	@CI=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations=30
+test-rest: install model
+	@CI=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow or model" --durations=30
+
+test-all: test test-rest
 
 lint: install
 	$(BIN)/ruff check .

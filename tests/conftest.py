@@ -11,6 +11,25 @@ from qkvshare_agents.model import catalog, verdicts
 from qkvshare_agents.model.engine import Engine
 
 
+# Files whose tests start processes and servers, load real models, or go through many model families
+SLOW = {
+    "test_autogen_teams", "test_courier", "test_cuts", "test_decoding", "test_devices", "test_dtypes", "test_endurance",
+    "test_examples", "test_families", "test_fitting", "test_kernels_triton", "test_langchain_standard",
+    "test_langgraph_handoff", "test_langgraph_state", "test_lean_cache", "test_lora", "test_network", "test_notebooks",
+    "test_package", "test_projector", "test_quantized", "test_redis_faults", "test_restart", "test_sharing",
+    "test_shm_faults", "test_state_exchange", "test_windows",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test` leaves out."""
+    for item in items:
+        if "demo_engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.model)
+        if item.path.stem in SLOW or item.path.parent.name == "eval":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_verdicts_in_the_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a probe found in a test is kept for the session only, and nothing is taken from earlier ones."""
