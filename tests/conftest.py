@@ -10,7 +10,6 @@ from qkvshare_agents.errors import ModelNotFound
 from qkvshare_agents.model import catalog, verdicts
 from qkvshare_agents.model.engine import Engine
 
-
 # Files whose tests start processes and servers, load real models, or go through many model families
 SLOW = {
     "test_autogen_teams", "test_courier", "test_cuts", "test_decoding", "test_devices", "test_dtypes", "test_endurance",
