@@ -56,13 +56,13 @@ class Cues:
 def quoted(text: str, labels: Iterable[str]) -> str:
     """`text` with `> ` before each line that begins like a cue of one of the `labels`: only the layout writes cues.
 
-    In whatever case, width and spacing, and with invisible characters, since a tokenizer may normalize them away. A
-    link, `[name](...)` or `[name][...]`, is none.
+    In whatever case, width and spacing, and with invisible characters, since a tokenizer may normalize them away.
+    Whatever follows the bracket: the tokens up to there would be those of a cue.
     """
     names = [re.escape(_normal(label)) for label in sorted(labels) if label.strip()]
     if not names or not _OPENING.search(text):
         return text
-    like_a_cue = re.compile(rf"\s*\[\s*(?:{'|'.join(names)})\s*\](?![(\[])")
+    like_a_cue = re.compile(rf"\s*\[\s*(?:{'|'.join(names)})\s*\]")
     lines = text.splitlines(keepends=True)
     return "".join(f"> {line}" if like_a_cue.match(_normal(line)) else line for line in lines)
 

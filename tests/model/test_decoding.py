@@ -86,7 +86,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tools": {"tools": (TOOL,), "must_call": True},
     "packed history": {"settings": {"packed_history": True, "precision": "safe"}},
     "safe": {"settings": {"precision": "safe"}},
-    "cut": {"settings": {"context_tokens": 192}},
+    "cut": {"settings": {"context_tokens": 240}},
 }
 
 
