@@ -1,5 +1,7 @@
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run without a GPU; tri
 from qkvshare_agents.errors import ModelNotFound
 from qkvshare_agents.model import catalog, verdicts
 from qkvshare_agents.model.engine import Engine
+
+# Some tests share helpers of a test file in another room
+sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
 
 # Files whose tests start processes and servers, load real models, or go through many model families
 SLOW = {

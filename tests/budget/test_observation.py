@@ -77,7 +77,7 @@ def test_it_sees_the_attention_that_was_computed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Observer, "original", original)
     measured = sensitivity.measure
     monkeypatch.setattr(
-        "qkvshare_agents.budget.sensitivity.measure",
+        "qkvshare_agents.budget.observer.measure",
         lambda seen, *a, **k: (shown.append(seen), measured(seen, *a, **k))[1],
     )
     observe(engine)
@@ -155,7 +155,7 @@ def test_bounds_hold_on_the_demo_model(demo_engine: Engine, monkeypatch: pytest.
     shown: list[sensitivity.Seen] = []
     measured = sensitivity.measure
     monkeypatch.setattr(
-        "qkvshare_agents.budget.sensitivity.measure",
+        "qkvshare_agents.budget.observer.measure",
         lambda seen, *a, **k: (shown.append(seen), measured(seen, *a, **k))[1],
     )
     ids = demo_engine.template.encoder.text(page.__doc__ * 4 + sensitivity.__doc__)[:320]

@@ -218,7 +218,7 @@ def test_a_budget_that_holds_nothing_replays_text_and_says_why() -> None:
 
 def test_kv_that_can_not_be_encoded_is_not_kept_and_the_answer_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     h = host(precision="safe")
-    monkeypatch.setattr("qkvshare_agents.kv.page.seal", _refuse)
+    monkeypatch.setattr("qkvshare_agents.turns.store_turn.seal", _refuse)
     answer = h.submit(turn()).result()
     assert answer.text and "not kept" in answer.report.reasons[-1] and h.store.page_count == 0
 
@@ -375,9 +375,9 @@ def test_the_type_of_every_setting_is_checked(name: str) -> None:
 def test_a_forked_child_opens_hosts_of_its_own() -> None:
     code = """
 import os, sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/host"]
 from support import tiny_engine
-from qkvshare_agents import registry
+from qkvshare_agents.host import registry
 from test_host import HostClosed, HostSettings, turn
 engine = tiny_engine()
 parents = registry.open_host(HostSettings("tiny"), "shared", engine=engine)

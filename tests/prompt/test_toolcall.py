@@ -260,5 +260,5 @@ def test_calls_without_arguments_text() -> None:
 
 
 def test_pure_stdlib() -> None:
-    code = "import sys; from qkvshare_agents import toolcall; sys.exit('torch' in sys.modules)"
+    code = "import sys; from qkvshare_agents.prompt import tool_calls; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ from scripted import ScriptedHost
 from support import tiny_engine
 from test_page_store import PAGE_SIZES, Ids, Store, agreement, assert_right, conversations
 
-from qkvshare_agents.prompt import ledger as ledger_module
+from qkvshare_agents.prompt import members
 from qkvshare_agents.prompt.layout import Message, View, lay_out, ledger_key
 from qkvshare_agents.prompt.ledger import Ledger
 from qkvshare_agents.prompt.members import Member, Roster
@@ -148,7 +148,7 @@ def test_the_ledger_knows_authors_and_forgets_them_with_the_text() -> None:
 
 
 def test_scopes_that_learnt_nothing_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "_KEPT_SCOPES", 3)
+    monkeypatch.setattr(members, "_KEPT_SCOPES", 3)
     roster = Roster()
     for scope in ("a", "b", "a", "c", "d"):
         roster.learn(scope, "x", "text")
