@@ -66,9 +66,13 @@ def tiny_model(kind: str = "llama", seed: int = 0, **overrides: object) -> PreTr
 
 
 def of_words(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, which now hardly ever generates a control token but the one that ends its turn."""
-    with torch.no_grad():
-        model.get_output_embeddings().weight[:2] = 0
+    """The model, which now hardly ever generates what is no word of `tiny_tokenizer`: control tokens but the one that
+    ends a turn, single bytes, ids that stand for nothing. Answers of these are not handed over as they came."""
+    end, words = 2, range(len(SPECIAL) + 256, len(tiny_tokenizer()))
+    head = model.get_output_embeddings()
+    weight = head.weight.detach().clone()  # embeddings may be tied to it
+    weight[[i for i in range(len(weight)) if i not in words and i != end]] = 0
+    head.weight = torch.nn.Parameter(weight)
     return model
 
 

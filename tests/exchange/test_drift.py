@@ -401,12 +401,11 @@ def test_where_no_turn_ended_the_canary_is_computed() -> None:
 
 def test_own_pages_have_their_own_rounding() -> None:
     """Where the receiver has read some of the text itself, its pages are not the sender's, and the limit is wider."""
-    _, messages, out = sent(precision="compact")
+    _, _, out = sent(precision="compact")
     b = host(precision="compact")
     edited = replace(TASK, text=TASK.text[:200])
     say(b, "a", [edited])
-    sharp = say(b, "a", [TASK])
-    assert sharp == messages
+    say(b, "a", [TASK])  # whatever it answers: its first page stays
     b.store.resize(b.store.match(out.ids).pages[0].nbytes)  # the rest is evicted
     b.store.resize(2**30)
     here = b.store.held(out.ids)

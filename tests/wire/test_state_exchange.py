@@ -6,7 +6,7 @@ import pytest
 import torch
 from packages import SECRET
 from scripted import ScriptedHost
-from support import tiny_engine, tiny_tokenizer
+from support import of_words, tiny_engine, tiny_tokenizer
 
 from qkvshare_agents.errors import PackageError
 from qkvshare_agents.eval import families
@@ -96,7 +96,7 @@ def test_what_an_indexer_keeps_goes_along() -> None:
 @pytest.mark.parametrize("precision", ["native", "safe", "tiny"])
 def test_two_processes_say_what_one_says(precision: str) -> None:
     def opened() -> Host:
-        engine = Engine.of(families.tiny_model("falcon_h1"), tiny_tokenizer())
+        engine = Engine.of(of_words(families.tiny_model("falcon_h1")), tiny_tokenizer())
         host = Host(HostSettings("tiny", precision=precision, secret=SECRET), engine)
         for name in "ab":
             host.roster.learn("", name, f"You are {name}.")
