@@ -143,7 +143,8 @@ def test_the_same_quantization_has_the_same_fingerprint_before_and_after_it_was_
 def test_other_processes_get_the_same_fingerprint(checkpoint: Path, how: str) -> None:
     ours = Engine.of(load(checkpoint, how), tiny_tokenizer()).fingerprint.digest.hex()
     code = (
-        "import sys; sys.path[:0] = [sys.argv[1], sys.argv[1] + "/model"]; from pathlib import Path; import test_quantized as t;"
+        "import sys; sys.path[:0] = [sys.argv[1], sys.argv[1] + '/model'];"
+        "from pathlib import Path; import test_quantized as t;"
         "print(t.Engine.of(t.load(Path(sys.argv[2]), sys.argv[3]), t.tiny_tokenizer()).fingerprint.digest.hex())"
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(checkpoint), how]
