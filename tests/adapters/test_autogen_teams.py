@@ -79,7 +79,7 @@ async def test_round_robin_hands_everything_over(make) -> None:
     host.assert_exact()
     total, prefilled = sum(r.prompt_tokens for r in host.reports), sum(r.prefilled_tokens for r in host.reports)
     assert prefilled < total / 4
-    assert host.texts[2].count("You write Python functions.") == 1, "a later cue is short"
+    assert host.texts[2].count("You write Python functions.") == 2, "each of its cues carries the instruction"
 
 
 async def test_stock_layout_reuses_each_agents_own_prefix(make) -> None:

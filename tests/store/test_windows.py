@@ -274,7 +274,7 @@ def test_packed_windows_travel_and_wider_ones_can_be_had(kind: str, monkeypatch:
     monkeypatch.setattr(key_calibration, "probed", lambda engine: (True, None))  # a scripted engine can't be probed
     a, b = (scripted(ENGINES[kind], precision="tiny", canary_limit=50.0, coarse_limit=50.0) for _ in range(2))
     messages = [TASK]
-    for i in range(6):
+    for i in range(10):  # so many that the window reaches back into a sealed page
         say(a, "ab"[i % 2], messages)
     out = a.export(turn(a, "b", messages), wider=True)
     widths = {part.packed.bits for step in out.steps for part in step.page.parts if part.packed}
