@@ -159,7 +159,7 @@ def attention(k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         input_ids=torch.tensor([question]),
         position_ids=positions,
         output_attentions=True,
-        **{engine.cache_argument: run.cache},
+        **{engine.driver.cache_argument: run.cache},
     )
     return [weights[0] for weights in output.attentions]
 

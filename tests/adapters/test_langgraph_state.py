@@ -76,7 +76,7 @@ def test_the_state_holds_messages_with_a_handle_and_nothing_else(chat, tmp_path:
 
 RESUME = """
 import json, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + '/adapters']
 from graphs import INSTRUCTIONS, TASK, speak
 from test_langgraph_state import THREAD, ask, pair
 from scripted import ScriptedHost, install

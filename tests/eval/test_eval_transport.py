@@ -37,7 +37,7 @@ def test_the_table_is_whole_in_80_columns(monkeypatch, capsys) -> None:
     times = {**ms, "raw_get_ms": 1678.9, "gb_per_s": 12.34, "put_and_get_ratio": 2.345, "moving_ratio": 9.876}
     times |= {"crossover_tokens": 12345, "payload_bytes": 10**8}
     result = {"tokens": 4096, "model": "tiny", "preset": "safe", "transports": {"shm mapped": times}}
-    result |= {"digest": "sha256", "break_even_mb_per_s": 1.0, "hot_prefix_ms": 1.0, "replay_ms": 1.0}
+    result |= {"digest": "sha256", "break_even_mb_per_s": 1.0, "hot_prefix_ms": 1.0, "replay_ms": 1.0, "check_ms": 1.0}
     transport.show(result)
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines()) and "…" not in out

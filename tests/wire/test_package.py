@@ -243,7 +243,7 @@ def test_dropping_pages_frees_their_memory() -> None:
 
     In a process of its own: one that has freed memory before fills that first.
     """
-    code = "import test_package; test_package.drop_pages()"
+    code = "from wire import test_package; test_package.drop_pages()"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
     )
