@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_model, tiny_tokenizer
+from support import of_words, tiny_model, tiny_tokenizer
 
 from qkvshare_agents import Host, HostSettings, Sampling, Turn
 from qkvshare_agents.errors import Cancelled, InvalidSetting, UnsupportedModel
@@ -22,7 +22,7 @@ TOOL = {"type": "function", "function": {"name": "lookup", "description": "Look 
 
 
 def model_of(family: str, *, static: bool = False) -> Any:
-    model = families.tiny_model(family)
+    model = of_words(families.tiny_model(family))
     if static:
         model.generation_config.cache_implementation = "static"
     # What these would do to an answer is none of our settings

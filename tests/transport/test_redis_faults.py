@@ -343,7 +343,7 @@ def test_everything_expires(valkey: str) -> None:  # noqa: F811
 
 CHILD = """
     import sys, time
-    from qkvshare_agents.payload import Payload
+    from qkvshare_agents.wire.payload import Payload
     from qkvshare_agents.transport import redis
     run = redis._run
     def told(pipe):

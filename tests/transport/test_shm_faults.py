@@ -277,7 +277,7 @@ def test_a_closed_transport_says_so(transport: ShmTransport) -> None:
 
 CHILD = """
     import os, sys, time
-    from qkvshare_agents.payload import Payload
+    from qkvshare_agents.wire.payload import Payload
     from qkvshare_agents.transport import shm
     transport = shm.ShmTransport(sys.argv[1])
     when = sys.argv[2]
@@ -322,7 +322,7 @@ def test_kill_9(transport: ShmTransport, folder: Path, when: str) -> None:
 RACER = """
     import sys
     from qkvshare_agents.errors import TransportError
-    from qkvshare_agents.payload import Payload
+    from qkvshare_agents.wire.payload import Payload
     from qkvshare_agents.transport.shm import ShmTransport
     transport, mine = ShmTransport(sys.argv[1]), sys.argv[2]
     sys.stdin.readline()
